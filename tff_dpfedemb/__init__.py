@@ -1,0 +1,1 @@
+"""Image embedding models trained with user-level differential privacy (DP-FedEmb)."""

@@ -1,0 +1,1 @@
+"""Local training and the learning processes around it."""

@@ -1,0 +1,1 @@
+"""Measures of how well embeddings tell classes apart, with intervals."""

@@ -1,0 +1,1 @@
+"""The training loop as program logic: run folder, checkpoints, metrics, progress, export."""

@@ -1,0 +1,34 @@
+"""The progress of a run, on standard error: a bar in a terminal, now and then a line elsewhere."""
+
+import sys
+from collections.abc import Mapping
+
+import tqdm
+
+
+class Progress:
+    """Shows rounds done, what the last one brought, and the time left."""
+
+    def __init__(self, total_rounds: int, done: int):
+        """Starts at `done` of `total_rounds` rounds."""
+        terminal = sys.stderr.isatty()
+        self._bar = tqdm.tqdm(
+            total=total_rounds,
+            initial=done,
+            desc="round",
+            unit="round",
+            file=sys.stderr,
+            dynamic_ncols=terminal,
+            mininterval=0.1 if terminal else 20,
+            maxinterval=10 if terminal else 60,
+            ascii=not terminal,
+        )
+
+    def update(self, values: Mapping[str, str]) -> None:
+        """One round more, with what to show of it."""
+        self._bar.set_postfix(values, refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        """Ends the bar's line."""
+        self._bar.close()

@@ -1,0 +1,40 @@
+"""How a run stops when it is asked to: after the round in hand, or at once when asked again."""
+
+import signal
+import sys
+from types import FrameType
+
+
+class StopRequest:
+    """Watches SIGINT and SIGTERM while inside the block.
+
+    The first signal asks for a stop after the round in hand; the second raises KeyboardInterrupt,
+    which drops the round.
+
+    Attributes:
+        requested: Whether a stop was asked for.
+    """
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        print(
+            f"\n{signal.Signals(number).name}: stopping after this round; once more drops the round.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def __enter__(self) -> "StopRequest":
+        self._previous = {s: signal.signal(s, self._handle) for s in self._SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""Backbones, the private head, and the model that keeps the two apart."""

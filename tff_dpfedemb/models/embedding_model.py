@@ -1,0 +1,77 @@
+"""The embedding model: a backbone, which is aggregated, and a head, which never leaves a client."""
+
+import dataclasses
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tff_dpfedemb.models import backbones
+
+_PHILOX = "philox"  # Named, so that every device draws the same numbers.
+
+
+class HeadWeights(NamedTuple):
+    """A classifier with a row for each class of one virtual client, and rows to spare.
+
+    Attributes:
+        kernel: float32 of shape (head_size, embedding_dim).
+        bias: float32 of shape (head_size,).
+    """
+
+    kernel: tf.Tensor
+    bias: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingModel:
+    """What is trained: the architecture, without any weights.
+
+    Attributes:
+        backbone: Name of the backbone, see `backbones.names()`.
+        image_shape: (height, width, channels).
+        embedding_dim: Length of the embedding.
+        head_size: The most classes that a private head may have.
+    """
+
+    backbone: str
+    image_shape: tuple[int, int, int]
+    embedding_dim: int
+    head_size: int
+
+    def build_backbone(self, seed: int = 0) -> tf.keras.Model:
+        """A backbone with fresh weights; all of its weights are what the server aggregates."""
+        return backbones.build(self.backbone, self.image_shape, self.embedding_dim, seed)
+
+    def initial_head(self, seed: tf.Tensor) -> HeadWeights:
+        """A fresh head with a row for each class that a virtual client may hold.
+
+        Args:
+            seed: int tensor of shape (2,), a stateless seed.
+
+        Returns:
+            Small normal weights and zero bias.
+        """
+        kernel = tf.random.stateless_normal(
+            (self.head_size, self.embedding_dim), seed, stddev=self.embedding_dim**-0.5, alg=_PHILOX
+        )
+        return HeadWeights(kernel, tf.zeros(self.head_size))
+
+
+def preprocess(images: tf.Tensor) -> tf.Tensor:
+    """Maps uint8 pixels in [0, 255] to float32 in [-1, 1)."""
+    return tf.cast(images, tf.float32) / 128.0 - 1.0
+
+
+def logits(head: HeadWeights, embeddings: tf.Tensor, num_classes: tf.Tensor) -> tf.Tensor:
+    """Scores of the classes at hand.
+
+    Args:
+        head: Of which only the first `num_classes` rows are used, and so trained.
+        embeddings: float32 of shape (n, embedding_dim).
+        num_classes: int scalar, at most the number of the head's rows.
+
+    Returns:
+        float32 of shape (n, num_classes).
+    """
+    kernel, bias = head.kernel[:num_classes], head.bias[:num_classes]
+    return tf.linalg.matmul(embeddings, kernel, transpose_b=True) + bias

@@ -1,0 +1,126 @@
+"""Backbones as SavedModels: from images as they are to unit-norm embeddings."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tff_dpfedemb import atomic
+from tff_dpfedemb.models import embedding_model as embedding_model_lib
+
+FACTS = "model.json"
+
+Embed = Callable[[Any], tf.Tensor]
+
+
+class EmbeddingModule(tf.Module):
+    """From images as they are to unit-norm embeddings, preprocessing inside."""
+
+    def __init__(self, backbone: tf.keras.Model):
+        """Wraps a backbone, which takes preprocessed images."""
+        super().__init__()
+        self.backbone = backbone
+        images = tf.TensorSpec((None, *backbone.input_shape[1:]), tf.uint8, name="images")
+        self._embed = tf.function(self._forward, input_signature=[images])
+
+    def _forward(self, images: tf.Tensor) -> tf.Tensor:
+        embeddings = self.backbone(embedding_model_lib.preprocess(images), training=False)
+        return tf.math.l2_normalize(embeddings, axis=-1)
+
+    def __call__(self, images: Any) -> tf.Tensor:
+        """Embeds images.
+
+        Args:
+            images: uint8 of shape (n, height, width, channels).
+
+        Returns:
+            float32 of shape (n, embedding_dim), each row of norm 1.
+        """
+        return self._embed(images)
+
+    def save(self, path: str) -> None:
+        """Writes a SavedModel that is callable and has the signature "serving_default"."""
+        servable = tf.Module()
+        servable.backbone = self.backbone
+        servable.__call__ = self._embed
+        signature = tf.function(
+            lambda images: {"embeddings": self._embed(images)},
+            input_signature=self._embed.input_signature,
+        )
+        tf.saved_model.save(servable, path, signatures=signature.get_concrete_function())
+
+
+def with_weights(
+    model: embedding_model_lib.EmbeddingModel, weights: Sequence[np.ndarray]
+) -> EmbeddingModule:
+    """The embedding module of a model with given backbone weights."""
+    backbone = model.build_backbone()
+    for variable, value in zip(backbone.trainable_variables, weights, strict=True):
+        variable.assign(value)
+    return EmbeddingModule(backbone)
+
+
+def write_facts(
+    path: str, model: embedding_model_lib.EmbeddingModel, init_seed: int, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Writes beside a SavedModel what it takes to build its untrained self; returns the facts."""
+    facts = {
+        **dataclasses.asdict(model),
+        "num_weights": model.build_backbone().count_params(),
+        "init_seed": init_seed,
+        **more,
+    }
+    atomic.write_json(os.path.join(path, FACTS), facts)
+    return facts
+
+
+def load(path: str) -> tuple[Embed, tuple[int, ...]]:
+    """Loads an exported model.
+
+    Args:
+        path: A SavedModel whose signature "serving_default" takes one uint8 tensor of images and
+            returns one tensor of embeddings.
+
+    Returns:
+        The function from images to embeddings, and the shape of an image.
+
+    Raises:
+        ValueError: If there is no such model.
+    """
+    accepted = "accepted are SavedModel folders as run_federated exports them"
+    try:
+        loaded = tf.saved_model.load(path)
+        signature = loaded.signatures["serving_default"]
+    except (OSError, KeyError) as error:
+        raise ValueError(f"model={path}: {str(error).splitlines()[0]}; {accepted}") from None
+    inputs, outputs = signature.structured_input_signature[1], signature.structured_outputs
+    if len(inputs) != 1 or len(outputs) != 1 or next(iter(inputs.values())).dtype != tf.uint8:
+        raise ValueError(f"model={path}: does not map uint8 images to embeddings; {accepted}")
+    ((name, spec),) = inputs.items()
+    (output,) = outputs
+
+    def embed(images: Any, keep_alive: Any = loaded) -> tf.Tensor:
+        del keep_alive  # The signature alone does not keep its variables.
+        return signature(**{name: tf.convert_to_tensor(images)})[output]
+
+    return embed, tuple(spec.shape[1:])
+
+
+def load_untrained(path: str) -> Embed | None:
+    """The model at `path` as it was before training, or None where the folder does not tell."""
+    try:
+        with open(os.path.join(path, FACTS), encoding="utf-8") as file:
+            facts = json.load(file)
+    except FileNotFoundError:
+        return None
+    model = embedding_model_lib.EmbeddingModel(
+        backbone=facts["backbone"],
+        image_shape=tuple(facts["image_shape"]),
+        embedding_dim=facts["embedding_dim"],
+        head_size=facts["head_size"],
+    )
+    return EmbeddingModule(model.build_backbone(facts["init_seed"]))

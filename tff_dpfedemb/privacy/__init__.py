@@ -1,0 +1,1 @@
+"""What the software promises about privacy, and everything that is derived from the promise."""

@@ -1,0 +1,178 @@
+"""The flags that the binaries share, and how they become objects. Imports nothing heavy.
+
+Everything is checked together, before any work: one line for each problem, exit status 2.
+"""
+
+import logging as standard_logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from absl import app, flags, logging
+
+from tasks import registry
+from tasks.task import Task
+from tff_dpfedemb.privacy import plan as plan_lib
+
+DONE, FAILED, BAD_INPUT, RESUMABLE = 0, 1, 2, 3
+
+FLAGS = flags.FLAGS
+
+
+class _OptionalParser(flags.ArgumentParser):
+    """A number, or "none"."""
+
+    def __init__(self, parser: flags.ArgumentParser):
+        self._parser = parser
+        self.syntactic_help = f"{parser.syntactic_help}, or none"
+
+    def parse(self, argument: Any) -> Any:
+        """Parses a flag's value."""
+        if argument is None or str(argument).lower() == "none":
+            return None
+        return self._parser.parse(argument)
+
+    def flag_type(self) -> str:
+        """What the help calls it."""
+        return f"{self._parser.flag_type()} or none"
+
+
+class _OptionalSerializer(flags.ArgumentSerializer):
+    """Writes None as "none"."""
+
+    def serialize(self, value: Any) -> str:
+        """The text that parses to `value`."""
+        return "none" if value is None else str(value)
+
+
+def define_optional(parser: flags.ArgumentParser, name: str, default: Any, text: str) -> None:
+    """Defines a flag whose value may be "none"."""
+    flags.DEFINE(_OptionalParser(parser), name, default, text, serializer=_OptionalSerializer())
+
+
+def define_task_flags() -> None:
+    """Flags that name the data."""
+    flags.DEFINE_enum("task", "glyphs", registry.names(), "The data set.")
+    flags.DEFINE_integer(
+        "num_users", 1_000_000, "Population: how many users can take part; public information."
+    )
+    flags.DEFINE_integer("examples_per_user", 20, "glyphs: images of every user.")
+    flags.DEFINE_integer("data_seed", 0, "glyphs: seed from which the users' hands are drawn.")
+
+
+def define_plan_flags() -> None:
+    """Flags from which the privacy follows."""
+    flags.DEFINE_integer(
+        "virtual_clients_per_round", 32, "V: virtual clients a round, the divisor of the noisy sum."
+    )
+    flags.DEFINE_integer(
+        "virtual_client_size",
+        8,
+        "Users in a virtual client, on average. 1: every sampled user is a virtual client alone.",
+    )
+    flags.DEFINE_integer("total_rounds", 40, "Training rounds.")
+    define_optional(
+        flags.FloatParser(), "clip_norm", 0.5, "C: L2 norm to which updates are clipped."
+    )
+    flags.DEFINE_float(
+        "noise_multiplier", 0.8, "z: the noise on the sum of updates has standard deviation z * C."
+    )
+    define_optional(
+        flags.FloatParser(), "delta", None, "Failure probability; none for num_users^-1.1."
+    )
+    flags.DEFINE_enum("sampling", "poisson", plan_lib.SAMPLINGS, "How a round's users are drawn.")
+
+
+def build_task() -> Task:
+    """The task that the flags name.
+
+    Raises:
+        ValueError: One line, naming the flag.
+    """
+    try:
+        return registry.build(
+            FLAGS.task,
+            num_users=FLAGS.num_users,
+            examples_per_user=FLAGS.examples_per_user,
+            seed=FLAGS.data_seed,
+        )
+    except ValueError as error:
+        # The task's argument for --data_seed is called seed.
+        raise ValueError(str(error).replace("seed must", "data_seed must")) from None
+
+
+def build_plan() -> plan_lib.PrivacyPlan:
+    """The privacy plan that the flags name.
+
+    Raises:
+        ValueError: One line for each problem.
+    """
+    return plan_lib.PrivacyPlan(
+        population=FLAGS.num_users,
+        virtual_clients_per_round=FLAGS.virtual_clients_per_round,
+        virtual_client_size=FLAGS.virtual_client_size,
+        total_rounds=FLAGS.total_rounds,
+        clip_norm=FLAGS.clip_norm,
+        noise_multiplier=FLAGS.noise_multiplier,
+        delta=FLAGS.delta,
+        sampling=FLAGS.sampling,
+    )
+
+
+class Problems:
+    """Collects what is wrong with the input, to say it all at once."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def attempt(self, build: Callable[[], Any]) -> Any:
+        """The result of `build`, or None if it refuses its input."""
+        try:
+            return build()
+        except (ValueError, OSError) as error:
+            self._lines += str(error).splitlines()
+            return None
+
+    def require(self, accepted: bool, line: str) -> None:
+        """Adds a line unless it is accepted."""
+        if not accepted:
+            self._lines.append(line)
+
+    def exit_if_any(self) -> None:
+        """Says what is wrong, once each, and ends the program with status 2."""
+        if self._lines:
+            fail("\n".join(f"error: --{line}" for line in dict.fromkeys(self._lines)))
+
+
+def fail(message: str, status: int = BAD_INPUT) -> NoReturn:
+    """Ends the program with a message on standard error."""
+    print(message, file=sys.stderr)
+    sys.exit(status)
+
+
+def be_quiet() -> None:
+    """Keeps what TensorFlow and TFF say at import, which no user can act on, from the terminal."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    warnings.filterwarnings("ignore", message="pkg_resources is deprecated")
+    standard_logging.getLogger("tensorflow").setLevel(standard_logging.ERROR)
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Runs a binary: parses its flags and ends with the status that `main` returns.
+
+    A bad flag is one line and status 2, --help is status 0.
+    """
+    # Not app.run: Keras builds layers wrongly where TensorFlow is first imported below it.
+    app.define_help_flags()
+    try:
+        rest = FLAGS(sys.argv)
+    except flags.Error as error:
+        fail(f"error: {error}")
+    except SystemExit:
+        sys.exit(DONE)
+    if len(rest) > 1:
+        fail(f"error: unexpected argument {rest[1]!r}: accepted are flags, --name=value")
+    logging.set_verbosity(logging.WARNING)
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The life of the processes that run TFF computations."""
