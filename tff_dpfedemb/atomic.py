@@ -30,11 +30,13 @@ def replacing(path: str) -> Iterator[str]:
 
 def write_text(path: str, text: str, mode: int = 0o644) -> None:
     """Writes a text file atomically, with the given permissions."""
-    with replacing(path) as new:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT, mode), "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+    with (
+        replacing(path) as new,
+        open(os.open(new, os.O_WRONLY | os.O_CREAT, mode), "w", encoding="utf-8") as file,
+    ):
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_json(path: str, value: Any) -> None:

@@ -121,8 +121,8 @@ def main() -> int:
         problems.attempt(lambda: backbones.check(FLAGS.model_backbone, task.image_shape))
         problems.require(
             FLAGS.head_size == 0 or FLAGS.head_size >= _largest_head(task),
-            f"head_size={FLAGS.head_size}: a virtual client can hold {_largest_head(task)} classes; "
-            "accepted are at least that many, or 0 for as many as are needed",
+            f"head_size={FLAGS.head_size}: a virtual client can hold {_largest_head(task)} "
+            "classes; accepted are at least that many, or 0 for as many as are needed",
         )
     problems.attempt(lambda: folder.check(flag_values))
     problems.exit_if_any()
@@ -140,10 +140,8 @@ def _dry_run(task: Task, plan: PrivacyPlan, folder: run_folder_lib.RunFolder) ->
     """Says what a run would do."""
     from tff_dpfedemb.privacy import statement as statement_lib
 
-    done = os.path.exists(folder.file("flags.json"))
-    print(
-        f"Would {'resume' if done else 'create'} {folder.path}: task {task.name}, {plan.total_rounds} rounds."
-    )
+    verb = "resume" if os.path.exists(folder.file("flags.json")) else "create"
+    print(f"Would {verb} {folder.path}: task {task.name}, {plan.total_rounds} rounds.")
     print(statement_lib.in_words(statement_lib.make_statement(plan)))
     return run_flags.DONE
 

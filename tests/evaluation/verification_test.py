@@ -289,20 +289,21 @@ class IntervalTest(parameterized.TestCase):
         self.assertBetween(covered, 0.9 * repetitions, 0.99 * repetitions)
 
     def test_thinned_pairs_give_nearly_the_same_interval(self):
-        x, classes = _angles(np.random.default_rng(6), 50, 30, (0.05,), crowding=4)
-        full = verification.verify(x, classes, [0.01]).points[0]
+        x, classes = _angles(np.random.default_rng(6), 50, 30, (0.2,), crowding=4)
+        full = verification.verify(x, classes, [0.1], chunk=1500).points[0]
         with (
             mock.patch.object(verification, "_INTERVAL_PAIRS", 1),
-            mock.patch.object(verification, "_INTERVAL_ACCEPTS", 2500),
+            mock.patch.object(verification, "_INTERVAL_ACCEPTS", 25_000),
         ):
-            thinned = verification.verify(x, classes, [0.01]).points[0]
-        # 2,500 of 10,000 accepted negatives are counted: every fifth column.
+            thinned = verification.verify(x, classes, [0.1], chunk=1500).points[0]
+        # 25,000 of 110,000 accepted negatives are counted: every fifth column.
         self.assertEqual(thinned.recall, full.recall)
         self.assertEqual(thinned.threshold, full.threshold)
         self.assertNotEqual(thinned.low, full.low)
+        # Columns counted for the wrong group would move an end by 12 % of the width.
         width = full.high - full.low
-        self.assertAlmostEqual(thinned.low, full.low, delta=0.15 * width)
-        self.assertAlmostEqual(thinned.high, full.high, delta=0.15 * width)
+        self.assertAlmostEqual(thinned.low, full.low, delta=0.06 * width)
+        self.assertAlmostEqual(thinned.high, full.high, delta=0.06 * width)
 
     def test_seed_decides(self):
         x, classes = _clusters(7, per_class=5)
@@ -311,7 +312,6 @@ class IntervalTest(parameterized.TestCase):
         )
         self.assertEqual(first, again)
         self.assertNotEqual(first.points[0].low, other.points[0].low)
-        self.assertEqual(_figures(first), _figures(other))
 
 
 class GroupsTest(absltest.TestCase):

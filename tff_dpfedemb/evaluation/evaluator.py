@@ -1,6 +1,6 @@
 """Evaluates embeddings on a task's held-out classes, beside the baselines of any embedding."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from tasks.task import Task

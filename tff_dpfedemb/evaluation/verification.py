@@ -109,18 +109,18 @@ def verify(
     """Recall at each FAR over all pairs, with 95 % intervals by bootstrap over classes.
 
     Memory is four float32 copies of the embeddings, plus about 100 MB, plus 40 bytes x chunk^2 a
-    thread. As many threads work as BLAS may use. Recall and thresholds are those of sorting all pairs, for any
-    `chunk`, up to the rounding of BLAS, whose order of summation may change with the shape of a
-    block (similarities then differ by about 1e-7). Intervals come from all pairs of up to 11,000
-    images; beyond, from every pair of a regular share of the columns of the similarity matrix,
-    never fewer than 2^26 pairs, or 50,000 accepted negatives at the smallest FAR.
+    thread. As many threads work as BLAS may use. Recall and thresholds are those of sorting all
+    pairs, for any `chunk`, up to the rounding of BLAS, whose order of summation may change with the
+    shape of a block (similarities then differ by about 1e-7). Intervals come from all pairs of up
+    to 11,000 images; beyond, from every pair of a regular share of the columns of the similarity
+    matrix, with about 2^26 negatives, or 50,000 accepted ones at the smallest FAR if that is more.
 
     Args:
         embeddings: Real array of shape (n, d), normalised here.
         class_ids: Array of shape (n,).
         fars: False accept rates in (0, 1).
         bootstrap: Replicates; 0 for no intervals.
-        seed: Seed of the bootstrap; it has no influence on recall and thresholds.
+        seed: Seed of the bootstrap; recall and thresholds do not depend on it, but for rounding.
         chunk: Rows and columns of a block of similarities.
 
     Returns:

@@ -24,7 +24,7 @@ def _model_card(facts: Mapping[str, Any], statement: Mapping[str, Any]) -> str:
 Trained with DP-FedEmb (Xu et al., CVPR 2023) on the task `{facts["task"]["name"]}` for
 {statement["rounds"]} rounds.
 
-- **Input** `images`: uint8, shape (n, {height}, {width}, {channels}), pixels as they are in the file.
+- **Input** `images`: uint8, shape (n, {height}, {width}, {channels}), pixels as they are.
 - **Output** `embeddings`: float32, shape (n, {facts["embedding_dim"]}), each of L2 norm 1.
 - The similarity of two images is 1 - |x - y|^2 / 4, between 0 and 1.
 

@@ -26,7 +26,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self.requested = True
         print(
-            f"\n{signal.Signals(number).name}: stopping after this round; once more drops the round.",
+            f"\n{signal.Signals(number).name}: stopping after this round; again drops the round.",
             file=sys.stderr,
             flush=True,
         )

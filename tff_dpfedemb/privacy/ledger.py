@@ -147,7 +147,8 @@ class Ledger:
             highest = max((e.round for e in self.entries), default=-1)
             if not 0 <= entry.round <= highest + 1:
                 raise LedgerError(
-                    f"{path}, line {number}: round {entry.round} after round {highest}; rounds in between are missing"
+                    f"{path}, line {number}: round {entry.round} after round {highest}; "
+                    "rounds in between are missing"
                 )
             if plan is not None and entry != Entry.from_plan(plan, entry.round):
                 raise LedgerError(f"{path}, line {number}: not of this run's privacy plan")

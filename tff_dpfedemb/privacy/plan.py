@@ -175,7 +175,7 @@ def _problems(plan: PrivacyPlan) -> list[str]:
     if not problems and plan.sampling_probability > 1:
         problems.append(
             f"virtual_clients_per_round={plan.virtual_clients_per_round} times "
-            f"virtual_client_size={plan.virtual_client_size} is {plan.sampling_probability:.4g} times the "
-            f"population of {plan.population}: accepted are products of at most the population"
+            f"virtual_client_size={plan.virtual_client_size} is {plan.sampling_probability:.4g} "
+            f"times the population of {plan.population}: accepted are products of at most that"
         )
     return problems

@@ -13,7 +13,8 @@ from tff_dpfedemb.privacy.ledger import Ledger
 from tff_dpfedemb.privacy.plan import PrivacyPlan
 
 COVERED = (
-    "the sequence of backbone weights: every checkpoint and every export, and whatever is computed from them",
+    "the sequence of backbone weights: every checkpoint and every export, and whatever is computed "
+    "from them",
 )
 NOT_COVERED = (
     "training metrics, progress output and event files (loss, accuracy, examples, update norms)",
@@ -21,7 +22,8 @@ NOT_COVERED = (
     "who took part in a round, and the sampling seed: whoever learns it knows who took part",
     "held-out users' and held-out classes' images used for evaluation",
     "the choice of hyper-parameters on private data",
-    "side channels of floating-point arithmetic, and TensorFlow's noise generator, which is not cryptographic",
+    "side channels of floating-point arithmetic, and TensorFlow's noise generator, which is not "
+    "cryptographic",
 )
 
 
@@ -90,67 +92,97 @@ def make_statement(
 
 
 def _figure(value: float | str) -> str:
-    """A privacy figure, rounded up so that the words never promise more than the number."""
+    """A privacy figure of three digits, rounded up: words must not promise more than the number."""
     if value == "inf":
         return "infinite"
     number = float(value)
     if number == 0:
         return "0"
-    digits = 2 - math.floor(math.log10(abs(number)))
-    return f"{math.ceil(number * 10**digits - 1e-9) / 10**digits:g}"
+    unit = 10.0 ** (math.floor(math.log10(number)) - 2)
+    return f"{math.ceil(number / unit) * unit:.3g}"
+
+
+def summary(statement: Mapping[str, Any]) -> str:
+    """The guarantee in one line, and below it the published convention, labelled as what it is."""
+    s = statement
+    lines = [
+        f"epsilon = {_figure(s['epsilon'])} at delta = {_figure(s['delta'])}, "
+        f"user level (unit: {s['unit']})"
+    ]
+    if s["virtual_client_size"] > 1:
+        lines.append(
+            f"epsilon = {_figure(s['epsilon_per_virtual_client'])} per virtual client (s = 1): the "
+            "convention of many published figures, not a guarantee for a user with company"
+        )
+    return "\n".join(lines)
+
+
+def _promise(s: Mapping[str, Any]) -> str:
+    """What is guaranteed."""
+    if s["epsilon"] == "inf":
+        return "There is no privacy guarantee: epsilon is infinite."
+    return (
+        f"The trained backbone {'will be' if s['status'] == 'planned' else 'is'} differentially "
+        f"private for a user with epsilon = {_figure(s['epsilon'])} at delta = "
+        f"{_figure(s['delta'])} (relation {s['relation']}, unit: {s['unit']})."
+    )
+
+
+def _cohort(s: Mapping[str, Any]) -> str:
+    """Who takes part, and in which company."""
+    rounds = f"each of {s['rounds']} rounds" if s["rounds"] != 1 else "the one round"
+    drawn = (
+        f"In {rounds}, every one of {s['population']:,} users takes part with probability q = "
+        f"{s['sampling_probability']:.4g}, independently"
+    )
+    clients, size = s["virtual_clients_per_round"], s["virtual_client_size"]
+    if size == 1:
+        return f"{drawn}; each is a virtual client alone, V = {clients} of them expected."
+    return (
+        f"{drawn}, and joins one of V = {clients} virtual clients at random, {size} users in each "
+        "on average."
+    )
+
+
+def _mechanism(s: Mapping[str, Any]) -> str:
+    """What happens to the updates."""
+    if s["clip_norm"] is None:
+        return "The virtual clients' updates are neither clipped nor noised."
+    clipped = (
+        f"Each virtual client's update is clipped to an L2 norm of C = {s['clip_norm']:g}, the "
+        "updates are summed"
+    )
+    if s["noise_multiplier"] == 0:
+        return f"{clipped} and divided by V; no noise is added (z = 0)."
+    return (
+        f"{clipped}, Gaussian noise of standard deviation z * C with z = "
+        f"{s['noise_multiplier']:g} is added, and the result is divided by V."
+    )
+
+
+def _sensitivity(s: Mapping[str, Any]) -> str:
+    """Why the noise counts for less than it seems."""
+    effective = f"the noise counts as z/s = {s['effective_noise_multiplier']:g}"
+    if s["sensitivity_factor"] == 1:
+        return f"A user alone moves the sum by at most C, so s = 1, and {effective}."
+    return (
+        "One user can turn a virtual client's update into any other, which moves the sum by up to "
+        f"2C, so s = 2, and {effective}. Counted per virtual client (s = 1), as published figures "
+        f"often are, epsilon would read {_figure(s['epsilon_per_virtual_client'])}; that is not a "
+        "guarantee for a user with company."
+    )
 
 
 def in_words(statement: Mapping[str, Any]) -> str:
     """The statement as one paragraph of plain words."""
     s = statement
-    population, size = s["population"], s["virtual_client_size"]
-    clients = s["virtual_clients_per_round"]
-    rounds = f"{s['rounds']} round" + ("" if s["rounds"] == 1 else "s")
-    who = (
-        f"In each of {rounds}, every one of {population:,} users takes part with probability "
-        f"q = {s['sampling_probability']:.4g}, independently"
-    )
-    if size == 1:
-        grouping = f"; each is a virtual client alone, V = {clients} of them expected"
-    else:
-        grouping = f", and joins one of V = {clients} virtual clients at random, {size} users in each on average"
-    if s["clip_norm"] is None:
-        mechanism = "Their updates are neither clipped nor noised"
-    else:
-        mechanism = f"Each virtual client's update is clipped to an L2 norm of C = {s['clip_norm']:g}, the updates are summed, "
-        if s["noise_multiplier"] == 0:
-            mechanism += f"and divided by V; no noise is added (z = 0)"
-        else:
-            mechanism += f"Gaussian noise of z = {s['noise_multiplier']:g} times C is added, and the result is divided by V"
-    if s["epsilon"] == "inf":
-        promise = "There is no privacy guarantee: epsilon is infinite."
-    else:
-        verb = "will be" if s["status"] == "planned" else "is"
-        promise = (
-            f"The trained backbone {verb} differentially private for a user with "
-            f"epsilon = {_figure(s['epsilon'])} at delta = {_figure(s['delta'])} "
-            f"(relation {s['relation']}, unit: {s['unit']})."
-        )
-    factor = (
-        "a user alone in a virtual client moves the sum by at most C, so s = 1"
-        if s["sensitivity_factor"] == 1
-        else "one user can turn a virtual client's update into any other, which moves the sum by up to 2C, so s = 2"
-    )
-    parts = [
-        promise,
-        f"{who}{grouping}. {mechanism}.",
-    ]
+    parts = [_promise(s), _cohort(s), _mechanism(s)]
     if s["noise_multiplier"] > 0:
-        parts.append(
-            f"Since {factor}, and the noise counts as z/s = {s['effective_noise_multiplier']:g}. "
-            f"Counted per virtual client (s = 1), as published figures often are, epsilon would read "
-            f"{_figure(s['epsilon_per_virtual_client'])}; that is not a guarantee for a user with company."
-            if size > 1
-            else f"Since {factor}."
-        )
+        parts.append(_sensitivity(s))
     if s["rounds_repeated_after_a_crash"]:
         parts.append(
-            f"{s['rounds_repeated_after_a_crash']} rounds were started again after an interruption and are counted each time."
+            f"Rounds started again after an interruption, {s['rounds_repeated_after_a_crash']} in "
+            "all, are counted each time."
         )
     if s["covered"]:
         parts.append(f"Covered: {'; '.join(s['covered'])}.")

@@ -1,0 +1,92 @@
+r"""States the privacy of a set of flags, without training, or of a run's ledger.
+
+  python -m tff_dpfedemb.run_privacy --noise_multiplier=0.8 --total_rounds=40
+  python -m tff_dpfedemb.run_privacy --ledger=runs/first/ledger.jsonl
+
+The user-level epsilon comes first; the figure per virtual client second. --json prints the
+statement as JSON, and nothing else, on standard output.
+"""
+
+import json
+import os
+from typing import Any
+
+from absl import flags
+
+from tff_dpfedemb import run_flags
+from tff_dpfedemb.privacy.plan import PrivacyPlan
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_integer(
+    "num_users", 1_000_000, "Population: how many users can take part; public information."
+)
+run_flags.define_plan_flags()
+flags.adopt_module_key_flags(run_flags)
+flags.DEFINE_string(
+    "ledger", None, "A run's ledger; its rounds are stated, and all other flags but --delta unused."
+)
+flags.DEFINE_bool("json", False, "Print JSON instead of words.")
+
+
+def _of_ledger(path: str) -> dict[str, Any]:
+    """The statement of a ledger's rounds."""
+    from tff_dpfedemb.privacy import ledger as ledger_lib
+    from tff_dpfedemb.privacy import statement as statement_lib
+
+    ledger = ledger_lib.Ledger(path)
+    if ledger.repaired:
+        print("note: the last line is torn; its round is counted.", file=run_flags.sys.stderr)
+    last = ledger.entries[-1]
+    plan = PrivacyPlan(
+        population=last.population,
+        virtual_clients_per_round=last.virtual_clients_per_round,
+        virtual_client_size=last.virtual_client_size,
+        total_rounds=ledger.num_rounds,
+        clip_norm=last.clip_norm,
+        noise_multiplier=last.noise_multiplier,
+        delta=FLAGS.delta or last.delta,
+        sampling=last.sampling,
+    )
+    return statement_lib.make_statement(plan, ledger)
+
+
+def _of_flags(plan: PrivacyPlan) -> dict[str, Any]:
+    """The statement of a plan."""
+    from tff_dpfedemb.privacy import statement as statement_lib
+
+    return statement_lib.make_statement(plan)
+
+
+def main() -> int:
+    """Checks the flags, then accounts."""
+    problems = run_flags.Problems()
+    if FLAGS.ledger is None:
+        plan = problems.attempt(run_flags.build_plan)
+        problems.exit_if_any()
+        made = _of_flags(plan)
+    else:
+        problems.require(
+            os.path.isfile(FLAGS.ledger) and os.path.getsize(FLAGS.ledger) > 0,
+            f"ledger={FLAGS.ledger}: accepted are ledger.jsonl files of runs",
+        )
+        problems.require(
+            FLAGS.delta is None or 0 < FLAGS.delta < 1,
+            f"delta={FLAGS.delta}: accepted are numbers between 0 and 1, or none for the run's own",
+        )
+        problems.exit_if_any()
+        made = problems.attempt(lambda: _of_ledger(FLAGS.ledger))
+        problems.exit_if_any()
+    if FLAGS.json:
+        print(json.dumps(made, indent=2, allow_nan=False))
+    else:
+        from tff_dpfedemb.privacy import statement as statement_lib
+
+        print(statement_lib.summary(made))
+        print()
+        print(statement_lib.in_words(made))
+    return run_flags.DONE
+
+
+if __name__ == "__main__":
+    run_flags.run(main)
