@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+_SCRATCH_SUFFIX = ".partial"
+
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[str]:
@@ -17,7 +19,7 @@ def replacing(path: str) -> Iterator[str]:
         path: A file or folder. The block creates either at the path that it is given.
     """
     folder, name = os.path.split(os.path.abspath(path))
-    scratch = tempfile.mkdtemp(prefix=f".{name}.", dir=folder)
+    scratch = tempfile.mkdtemp(prefix=f".{name}.", suffix=_SCRATCH_SUFFIX, dir=folder)
     try:
         new = os.path.join(scratch, name)
         yield new
@@ -26,6 +28,13 @@ def replacing(path: str) -> Iterator[str]:
         os.replace(new, path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove_partial(folder: str) -> None:
+    """Removes what killed processes left half-written in a folder that nobody else writes to."""
+    for name in os.listdir(folder):
+        if name.startswith(".") and name.endswith(_SCRATCH_SUFFIX):
+            shutil.rmtree(os.path.join(folder, name))
 
 
 def write_text(path: str, text: str, mode: int = 0o644) -> None:

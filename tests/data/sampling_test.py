@@ -113,8 +113,10 @@ class PoissonTest(parameterized.TestCase):
 class ClientSeedsTest(absltest.TestCase):
     def test_differ_by_seed_round_and_client(self):
         seeds = [
-            tuple(s.tolist()) for a in range(4) for b in range(4) for s in
-            sampling.client_seeds(a, b, 5)
+            tuple(s.tolist())
+            for a in range(4)
+            for b in range(4)
+            for s in sampling.client_seeds(a, b, 5)
         ]
         self.assertLen(set(seeds), 4 * 4 * 5)
 
