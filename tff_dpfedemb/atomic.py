@@ -30,11 +30,15 @@ def replacing(path: str) -> Iterator[str]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def is_partial(name: str) -> bool:
+    """Whether a name in a folder is of something half-written."""
+    return name.startswith(".") and name.endswith(_SCRATCH_SUFFIX)
+
+
 def remove_partial(folder: str) -> None:
     """Removes what killed processes left half-written in a folder that nobody else writes to."""
-    for name in os.listdir(folder):
-        if name.startswith(".") and name.endswith(_SCRATCH_SUFFIX):
-            shutil.rmtree(os.path.join(folder, name))
+    for name in filter(is_partial, os.listdir(folder)):
+        shutil.rmtree(os.path.join(folder, name))
 
 
 def write_text(path: str, text: str, mode: int = 0o644) -> None:

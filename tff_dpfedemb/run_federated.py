@@ -7,7 +7,9 @@ resumes a run that was stopped or killed. Exit status: 0 done, 2 bad flags or in
 resumable, 1 anything else.
 """
 
+import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -24,7 +26,6 @@ FLAGS = flags.FLAGS
 
 run_flags.define_task_flags()
 run_flags.define_plan_flags()
-flags.adopt_module_key_flags(run_flags)
 flags.DEFINE_enum("model_backbone", "small_cnn", backbones.names(), "The backbone.")
 flags.DEFINE_integer("embedding_dim", 128, "Length of the embedding.")
 flags.DEFINE_integer(
@@ -53,6 +54,7 @@ run_flags.define_optional(
     "Seed of cohorts, initial weights and local training. Who knows it knows who took part. none: "
     "drawn once and kept in a file that only you can read.",
 )
+flags.adopt_module_key_flags(run_flags)
 flags.DEFINE_integer("rounds_per_eval", 10, "Rounds between validations; 0 for none.")
 flags.DEFINE_integer(
     "rounds_per_checkpoint",
@@ -70,8 +72,9 @@ flags.DEFINE_string("output_dir", "runs", "Folder of runs.")
 flags.DEFINE_string("experiment_name", "default", "The run's folder in --output_dir.")
 flags.DEFINE_bool("dry_run", False, "Check everything, say what would be done, write nothing.")
 
-# Flags that do not change what a run computes or releases.
-_NOT_OF_THE_RUN = ("output_dir", "experiment_name", "dry_run")
+# Flags that do not change what a run computes or releases, and the seed, which is kept apart: the
+# others may be read by anybody.
+_NOT_OF_THE_RUN = ("output_dir", "experiment_name", "dry_run", "seed")
 
 
 def _defining_flags() -> dict[str, Any]:
@@ -105,17 +108,17 @@ def main() -> int:
     plan = problems.attempt(run_flags.build_plan)
     training = problems.attempt(_build_training)
     server = problems.attempt(lambda: ServerStep(FLAGS.server_lr, FLAGS.server_momentum))
-    folder = run_folder_lib.RunFolder(os.path.join(FLAGS.output_dir, FLAGS.experiment_name))
+    name = FLAGS.experiment_name
+    folder = run_folder_lib.RunFolder(os.path.join(FLAGS.output_dir, name))
     flag_values = _defining_flags()
     problems.require(
-        bool(FLAGS.experiment_name)
-        and os.path.basename(FLAGS.experiment_name) == FLAGS.experiment_name,
-        f"experiment_name={FLAGS.experiment_name!r}: accepted are names without a path",
+        os.path.basename(name) == name and name not in ("", ".", ".."),
+        f"experiment_name={name!r}: accepted are names without a path",
     )
-    for name, least in (("embedding_dim", 1), ("rounds_per_eval", 0), ("rounds_per_checkpoint", 1)):
+    for flag, least in (("embedding_dim", 1), ("rounds_per_eval", 0), ("rounds_per_checkpoint", 1)):
         problems.require(
-            FLAGS[name].value >= least,
-            f"{name}={FLAGS[name].value}: accepted are whole numbers of at least {least}",
+            FLAGS[flag].value >= least,
+            f"{flag}={FLAGS[flag].value}: accepted are whole numbers of at least {least}",
         )
     if task is not None:
         problems.attempt(lambda: backbones.check(FLAGS.model_backbone, task.image_shape))
@@ -124,16 +127,24 @@ def main() -> int:
             f"head_size={FLAGS.head_size}: a virtual client can hold {_largest_head(task)} "
             "classes; accepted are at least that many, or 0 for as many as are needed",
         )
-    problems.attempt(lambda: folder.check(flag_values))
+    problems.attempt(lambda: folder.check(flag_values, FLAGS.seed))
     problems.exit_if_any()
 
     if FLAGS.dry_run:
         return _dry_run(task, plan, folder)
+    seed = problems.attempt(lambda: folder.open(flag_values, FLAGS.seed))
+    problems.exit_if_any()
+    # Ends like a SIGINT; the training loop ends its rounds in its own way.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        folder.open(flag_values)
-    except ValueError as error:
-        run_flags.fail(f"error: --{error}")
-    return _train(task, plan, training, server, folder)
+        evaluation = _finished(plan, folder) or _train(task, plan, training, server, folder, seed)
+    except KeyboardInterrupt:
+        run_flags.fail(
+            "Stopped; everything is saved. The same command goes on from there.",
+            run_flags.RESUMABLE,
+        )
+    _report(folder, evaluation)
+    return run_flags.DONE
 
 
 def _dry_run(task: Task, plan: PrivacyPlan, folder: run_folder_lib.RunFolder) -> int:
@@ -146,14 +157,44 @@ def _dry_run(task: Task, plan: PrivacyPlan, folder: run_folder_lib.RunFolder) ->
     return run_flags.DONE
 
 
+def _finished(plan: PrivacyPlan, folder: run_folder_lib.RunFolder) -> dict[str, Any] | None:
+    """The evaluation of a run that is over, whole and accounted for; None of any other."""
+    from tff_dpfedemb.privacy import ledger
+
+    if not (os.path.exists(folder.evaluation) and os.path.exists(folder.export)):
+        return None
+    try:
+        if ledger.Ledger(folder.ledger, plan).num_rounds < plan.total_rounds:
+            return None
+    except ledger.LedgerError as error:
+        run_flags.fail(f"error: {error}")
+    with open(folder.evaluation, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def _report(folder: run_folder_lib.RunFolder, evaluation: dict[str, Any]) -> None:
+    """Prints what came out."""
+    from tff_dpfedemb.evaluation import report
+    from tff_dpfedemb.privacy import statement
+
+    with open(folder.privacy, encoding="utf-8") as file:
+        made = json.load(file)
+    print(report.format_table(evaluation))
+    print()
+    print(statement.in_words(made))
+    print()
+    print(f"Model: {folder.export}  Statement: {folder.privacy}  Evaluation: {folder.evaluation}")
+
+
 def _train(
     task: Task,
     plan: PrivacyPlan,
     training: ClientTraining,
     server: ServerStep,
     folder: run_folder_lib.RunFolder,
-) -> int:
-    """Trains in an open folder, then exports and evaluates."""
+    seed: int,
+) -> dict[str, Any]:
+    """Trains in an open folder, states the privacy, exports; evaluates the export, last of all."""
     run_flags.be_quiet()
     import numpy as np
     import tensorflow_federated as tff
@@ -161,15 +202,14 @@ def _train(
     from tff_dpfedemb import atomic
     from tff_dpfedemb.algorithms import dp_fedemb
     from tff_dpfedemb.data import virtual_clients
-    from tff_dpfedemb.evaluation import evaluator, report
+    from tff_dpfedemb.evaluation import evaluator
     from tff_dpfedemb.experiment import export as export_lib
     from tff_dpfedemb.experiment import training as training_lib
     from tff_dpfedemb.models import embedding_model as embedding_model_lib
     from tff_dpfedemb.models import exported
-    from tff_dpfedemb.privacy import aggregators, ledger, statement
+    from tff_dpfedemb.privacy import aggregators, ledger
     from tff_dpfedemb.runtime import worker as worker_lib
 
-    seed = folder.secret_seed(FLAGS.seed)
     init_seed = run_folder_lib.derive_public_seed(seed)
     model = embedding_model_lib.EmbeddingModel(
         backbone=FLAGS.model_backbone,
@@ -203,6 +243,7 @@ def _train(
                 evaluate=lambda weights: validation.recalls(exported.with_weights(model, weights)),
             )
             state, made = trainer.run()
+            weights = [np.asarray(w) for w in process.get_model_weights(state).trainable]
         except training_lib.StoppedError as error:
             run_flags.fail(str(error), run_flags.RESUMABLE)
         except ledger.LedgerError as error:
@@ -212,7 +253,6 @@ def _train(
                 f"error: {error}\nThe same command goes on from the last checkpoint.",
                 run_flags.RESUMABLE,
             )
-        weights = [np.asarray(w) for w in process.get_model_weights(state).trainable]
 
     export_lib.export(
         folder.export,
@@ -222,14 +262,12 @@ def _train(
         task_facts={"name": task.name, **task.describe()},
         statement=made,
     )
-    evaluation = evaluator.evaluate_export(folder.export, task, "test")
+    try:
+        evaluation = evaluator.evaluate_export(folder.export, task, "test")
+    except ValueError as error:
+        run_flags.fail(f"error: {error}", run_flags.FAILED)
     atomic.write_json(folder.evaluation, evaluation)
-    print(report.format_table(evaluation))
-    print()
-    print(statement.in_words(made))
-    print()
-    print(f"Model: {folder.export}  Statement: {folder.privacy}  Evaluation: {folder.evaluation}")
-    return run_flags.DONE
+    return evaluation
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Everything is checked together, before any work: one line for each problem, exit
 
 import logging as standard_logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -109,41 +110,46 @@ def build_plan() -> plan_lib.PrivacyPlan:
     Raises:
         ValueError: One line for each problem.
     """
-    return plan_lib.PrivacyPlan(
-        population=FLAGS.num_users,
-        virtual_clients_per_round=FLAGS.virtual_clients_per_round,
-        virtual_client_size=FLAGS.virtual_client_size,
-        total_rounds=FLAGS.total_rounds,
-        clip_norm=FLAGS.clip_norm,
-        noise_multiplier=FLAGS.noise_multiplier,
-        delta=FLAGS.delta,
-        sampling=FLAGS.sampling,
-    )
+    try:
+        return plan_lib.PrivacyPlan(
+            population=FLAGS.num_users,
+            virtual_clients_per_round=FLAGS.virtual_clients_per_round,
+            virtual_client_size=FLAGS.virtual_client_size,
+            total_rounds=FLAGS.total_rounds,
+            clip_norm=FLAGS.clip_norm,
+            noise_multiplier=FLAGS.noise_multiplier,
+            delta=FLAGS.delta,
+            sampling=FLAGS.sampling,
+        )
+    except ValueError as error:
+        # The plan's population is the flag --num_users.
+        raise ValueError(re.sub(r"\bpopulation(?=[=^])", "num_users", str(error))) from None
 
 
 class Problems:
     """Collects what is wrong with the input, to say it all at once."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
+        self._lines: dict[str, str] = {}  # One for each flag.
 
     def attempt(self, build: Callable[[], Any]) -> Any:
         """The result of `build`, or None if it refuses its input."""
         try:
             return build()
-        except (ValueError, OSError) as error:
-            self._lines += str(error).splitlines()
+        except ValueError as error:
+            for line in str(error).splitlines():
+                self.require(False, line)
             return None
 
     def require(self, accepted: bool, line: str) -> None:
-        """Adds a line unless it is accepted."""
+        """Adds a line, which begins with the flag's name, unless it is accepted."""
         if not accepted:
-            self._lines.append(line)
+            self._lines.setdefault(re.match(r"\w*", line)[0], line)
 
     def exit_if_any(self) -> None:
-        """Says what is wrong, once each, and ends the program with status 2."""
+        """Says what is wrong and ends the program with status 2."""
         if self._lines:
-            fail("\n".join(f"error: --{line}" for line in dict.fromkeys(self._lines)))
+            fail("\n".join(f"error: --{line}" for line in self._lines.values()))
 
 
 def fail(message: str, status: int = BAD_INPUT) -> NoReturn:
@@ -162,17 +168,47 @@ def be_quiet() -> None:
 def run(main: Callable[[], int]) -> NoReturn:
     """Runs a binary: parses its flags and ends with the status that `main` returns.
 
-    A bad flag is one line and status 2, --help is status 0.
+    Bad flags are a line each and status 2, --help is status 0.
     """
     # Not app.run: Keras builds layers wrongly where TensorFlow is first imported below it.
     app.define_help_flags()
     try:
-        rest = FLAGS(sys.argv)
-    except flags.Error as error:
-        fail(f"error: {error}")
+        problems = _parse(sys.argv[1:])
     except SystemExit:
         sys.exit(DONE)
-    if len(rest) > 1:
-        fail(f"error: unexpected argument {rest[1]!r}: accepted are flags, --name=value")
+    if problems:
+        fail("\n".join(f"error: {line}" for line in problems))
     logging.set_verbosity(logging.WARNING)
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        fail("Interrupted.", FAILED)
+
+
+def _parse(arguments: list[str]) -> list[str]:
+    """Parses flags; returns a line for each problem."""
+    try:
+        rest = FLAGS([sys.argv[0], *arguments])[1:]
+    except flags.Error as error:
+        # Parsing ends at the first problem: look at the flags one by one, with their values.
+        parts: list[list[str]] = []
+        for argument in arguments:
+            if not parts or re.match("--?[a-z]", argument) or "=" in parts[-1][0]:
+                parts.append([])
+            parts[-1].append(argument)
+        if len(parts) > 1:
+            return [line for part in parts for line in _parse(part)] or [str(error)]
+        return [_in_words(error)]
+    return [f"unexpected argument {a!r}: accepted are flags, --name=value" for a in rest]
+
+
+def _in_words(error: flags.Error) -> str:
+    """A refused flag: its name, its value and what it accepts."""
+    refused = re.match(r"flag --(\w+)=(.*?): ", str(error))
+    if refused is None:
+        return str(error)
+    name, value = refused.groups()
+    parser = FLAGS[name].parser
+    choices = getattr(parser, "enum_values", ("true", "false"))
+    accepted = parser.syntactic_help or " or ".join(choices)
+    return f"--{name}={value}: accepted is {accepted}"

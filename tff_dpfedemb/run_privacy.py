@@ -9,6 +9,7 @@ statement as JSON, and nothing else, on standard output.
 
 import json
 import os
+import sys
 from typing import Any
 
 from absl import flags
@@ -29,14 +30,17 @@ flags.DEFINE_string(
 flags.DEFINE_bool("json", False, "Print JSON instead of words.")
 
 
-def _of_ledger(path: str) -> dict[str, Any]:
+def _of_ledger() -> dict[str, Any]:
     """The statement of a ledger's rounds."""
     from tff_dpfedemb.privacy import ledger as ledger_lib
     from tff_dpfedemb.privacy import statement as statement_lib
 
-    ledger = ledger_lib.Ledger(path)
+    try:
+        ledger = ledger_lib.Ledger(FLAGS.ledger)
+    except ledger_lib.LedgerError as error:
+        raise ValueError(f"ledger: {error}") from None
     if ledger.repaired:
-        print("note: the last line is torn; its round is counted.", file=run_flags.sys.stderr)
+        print("note: the last line is torn; its round is counted.", file=sys.stderr)
     last = ledger.entries[-1]
     plan = PrivacyPlan(
         population=last.population,
@@ -75,7 +79,7 @@ def main() -> int:
             f"delta={FLAGS.delta}: accepted are numbers between 0 and 1, or none for the run's own",
         )
         problems.exit_if_any()
-        made = problems.attempt(lambda: _of_ledger(FLAGS.ledger))
+        made = problems.attempt(_of_ledger)
         problems.exit_if_any()
     if FLAGS.json:
         print(json.dumps(made, indent=2, allow_nan=False))

@@ -10,6 +10,9 @@ from typing import Any, TextIO
 
 from tff_dpfedemb import atomic
 
+_LOCK, _SEED, _FLAGS = "lock", "secret_seed", "flags.json"
+_KEPT = {_SEED: int, _FLAGS: dict}
+
 
 class RunFolderError(ValueError):
     """The folder cannot serve this run."""
@@ -61,11 +64,12 @@ class RunFolder:
         """The evaluation of the exported model."""
         return self.file("evaluation.json")
 
-    def check(self, flags: Mapping[str, Any]) -> None:
-        """Checks, without writing, that the folder is free or belongs to the same flags.
+    def check(self, flags: Mapping[str, Any], seed: int | None = None) -> None:
+        """Checks, without writing, that the folder is free or belongs to the same run.
 
         Args:
             flags: The flags that define the run, JSON-serialisable.
+            seed: The given seed, or None for the one that the folder keeps or will keep.
 
         Raises:
             RunFolderError: One line, naming the differing flags or what is in the way.
@@ -78,19 +82,18 @@ class RunFolder:
         if not os.access(existing, os.W_OK | os.X_OK):
             raise RunFolderError(f"output_dir: {existing} is not writable")
         try:
-            with open(self.file("flags.json"), encoding="utf-8") as file:
-                before = json.load(file)
-        except FileNotFoundError:
-            if os.path.isdir(self.path) and set(os.listdir(self.path)) - {"lock"}:
+            before, kept_seed = self._kept(_FLAGS), self._kept(_SEED)
+            names = set(os.listdir(self.path)) if os.path.isdir(self.path) else set()
+        except OSError as error:
+            raise RunFolderError(f"experiment_name: {self.path}: {error.strerror}") from None
+        if before is None:
+            # A process that was killed while it opened the folder leaves these behind.
+            if any(name != _LOCK and not atomic.is_partial(name) for name in names):
                 raise RunFolderError(
                     f"experiment_name: {self.path} holds something that is not a run; "
                     "accepted are new or empty folders and folders of the same flags"
-                ) from None
+                )
             return
-        except ValueError:
-            raise RunFolderError(
-                f"experiment_name: {self.file('flags.json')} is not JSON"
-            ) from None
         differing = [
             f"{name} was {before.get(name)!r} and is {flags.get(name)!r}"
             for name in sorted({*before, *flags})
@@ -101,34 +104,56 @@ class RunFolder:
                 f"experiment_name: {self.path} belongs to a run with other flags: "
                 + "; ".join(differing)
             )
+        if seed is not None and seed != kept_seed and kept_seed is not None:
+            raise RunFolderError(
+                f"seed: {self.path} belongs to a run with another seed; accepted are the same, or "
+                "none for the one that is kept there"
+            )
 
-    def open(self, flags: Mapping[str, Any]) -> None:
+    def _kept(self, name: str) -> Any:
+        """What a JSON file of the folder holds, of the type it was written with; None without."""
+        try:
+            with open(self.file(name), encoding="utf-8") as file:
+                value = json.load(file)
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            value = None
+        if not isinstance(value, _KEPT[name]):
+            raise RunFolderError(f"experiment_name: {self.file(name)} is not of a run")
+        return value
+
+    def open(self, flags: Mapping[str, Any], seed: int | None = None) -> int:
         """Creates or reopens the folder and locks it until this process ends.
+
+        Args:
+            flags: As for `check`.
+            seed: As for `check`.
+
+        Returns:
+            The run's seed: the given one, or one drawn at random, kept in a file of its owner.
+            Who knows it knows who took part in a round.
 
         Raises:
             RunFolderError: As `check`, or if another process is running in it.
         """
-        self.check(flags)
-        os.makedirs(self.path, exist_ok=True)
-        self._lock = open(self.file("lock"), "w")  # noqa: SIM115 - held until the process ends.
+        self.check(flags, seed)
         try:
+            os.makedirs(self.path, exist_ok=True)
+            self._lock = open(self.file(_LOCK), "w")  # noqa: SIM115 - held until the process ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise RunFolderError(
                 f"experiment_name: another process is running in {self.path}"
             ) from None
-        if not os.path.exists(self.file("flags.json")):
-            atomic.write_json(self.file("flags.json"), dict(flags))
-
-    def secret_seed(self, given: int | None) -> int:
-        """The run's seed: the given one, or one drawn once and kept in a private file.
-
-        Who knows the seed knows who took part in a round, so it is readable by the owner alone.
-        """
-        if given is not None:
-            return given
-        path = self.file("secret_seed")
-        if not os.path.exists(path):
-            atomic.write_text(path, f"{secrets.randbits(128)}\n", mode=0o600)
-        with open(path, encoding="utf-8") as file:
-            return int(file.read())
+        except OSError as error:
+            raise RunFolderError(f"experiment_name: {self.path}: {error.strerror}") from None
+        self.check(flags, seed)  # Another process may have come first.
+        atomic.remove_partial(self.path)
+        if self._kept(_FLAGS) is None:
+            atomic.write_json(self.file(_FLAGS), dict(flags))
+        kept_seed = self._kept(_SEED)
+        if kept_seed is None:
+            kept_seed = secrets.randbits(128) if seed is None else seed
+            atomic.write_text(self.file(_SEED), f"{kept_seed}\n", mode=0o600)
+        return kept_seed

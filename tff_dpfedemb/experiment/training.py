@@ -2,7 +2,10 @@
 
 import asyncio
 import collections
+import copy
 import dataclasses
+import glob
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -108,20 +111,35 @@ class Trainer:
                 "The ledger's last line was torn by a crash; its round is counted as started."
             )
         self._checkpoints = checkpoints_lib.Checkpoints(folder.file("checkpoints"))
-        self._metrics = [
-            tff.program.CSVFileReleaseManager(
-                folder.metrics, save_mode=tff.program.CSVSaveMode.WRITE, key_fieldname="round"
-            ),
-            tff.program.TensorBoardReleaseManager(folder.file("tensorboard")),
-        ]
+        for name in glob.glob(glob.escape(folder.metrics) + "_temp*"):
+            os.remove(name)  # Half-written by a process that was killed.
+        self._csv = tff.program.CSVFileReleaseManager(
+            folder.metrics, save_mode=tff.program.CSVSaveMode.WRITE, key_fieldname="round"
+        )
+        self._tensorboard = tff.program.TensorBoardReleaseManager(folder.file("tensorboard"))
         self._epsilon = _RunningEpsilon(self.ledger, plan)
         self._held_out: Mapping[str, float] = {}
 
-    def _write_statement(self, planned_rounds: int = 0) -> dict[str, Any]:
-        """Writes the statement of the started rounds, or of those that are about to be run."""
-        made = statement_lib.make_statement(self._plan, self.ledger, planned_rounds=planned_rounds)
+    def _write_statement(self) -> dict[str, Any]:
+        """Writes the statement of the started rounds."""
+        made = statement_lib.make_statement(self._plan, self.ledger)
         atomic.write_json(self._folder.privacy, made)
         return made
+
+    def _write_bound(self, done: int) -> None:
+        """Writes the statement that will hold once every round from `done` on is run (again).
+
+        It stands until the run ends: whatever is killed when, no file is left behind that promises
+        too much.
+        """
+        ahead = copy.copy(self.ledger)
+        again = range(done, self.ledger.num_rounds)
+        ahead.entries = ahead.entries + [
+            ledger_lib.Entry.from_plan(self._plan, number) for number in again
+        ]
+        total = self._plan.total_rounds
+        made = statement_lib.make_statement(self._plan, ahead, planned_rounds=total)
+        atomic.write_json(self._folder.privacy, {**made, "status": "planned"})
 
     def _load(self) -> tuple[Any, int]:
         """The newest state; stops where the ledger does not account for it."""
@@ -148,8 +166,7 @@ class Trainer:
                 if attempt == _ATTEMPTS:
                     raise
                 logging.warning("%s Starting it again, and round %d.", error, number)
-                # The repetition is part of what the statement must cover from now on.
-                self._write_statement(self._plan.total_rounds)
+                self._write_bound(number)
                 self._worker.restart()
 
     def run(self) -> tuple[Any, dict[str, Any]]:
@@ -165,9 +182,7 @@ class Trainer:
         total = self._plan.total_rounds
         state, done = self._load()
         if done < total:
-            # Until the run ends, the statement is the bound for its end: a kill leaves no file
-            # behind that promises too much.
-            self._write_statement(total)
+            self._write_bound(done)
             state = self._run_rounds(state, done)
         return state, self._write_statement()
 
@@ -183,41 +198,38 @@ class Trainer:
                         started = time.monotonic()
                         output = self._attempt(state, done)
                         state, done = output.state, done + 1
-                        seconds = time.monotonic() - started
-                        values = self._report(done - 1, state, output.metrics, seconds, progress)
-                        for manager in self._metrics:
-                            asyncio.run(manager.release(values, key=done - 1))
+                        values = self._measure(output.metrics, time.monotonic() - started)
+                        asyncio.run(self._csv.release(values, key=done - 1))
+                        # Before the evaluation: a round that is lost in it would be run again,
+                        # which costs privacy.
                         if done % self._options.rounds_per_checkpoint == 0:
                             self._checkpoints.save(state, done)
                             saved = done
+                        if held_out := self._validate(state, done):
+                            values |= held_out
+                            asyncio.run(self._csv.release(values, key=done - 1))
+                        asyncio.run(self._tensorboard.release(values, key=done - 1))
+                        progress.update(self._shown(values))
                 except KeyboardInterrupt:
                     stop.requested = True
-                if saved < done:
-                    self._checkpoints.save(state, done)
+                finally:
+                    if saved < done:
+                        self._checkpoints.save(state, done)
         finally:
             progress.close()
         if done < total:
-            self._write_statement(done)
+            self._write_statement()
             raise StoppedError(
                 f"Stopped after {done} of {total} rounds; everything is saved. "
                 "The same command goes on from there."
             )
         return state
 
-    def _report(
-        self,
-        number: int,
-        state: Any,
-        metrics: Mapping[str, Any],
-        seconds: float,
-        progress: progress_lib.Progress,
-    ) -> dict[str, float]:
-        """Shows a round, and returns what is recorded of it."""
-        sums = {k: float(v) for k, v in metrics["client_work"].items()}
-        epsilon = self._epsilon()
-        values: dict[str, float] = collections.OrderedDict(epsilon=epsilon)
-        shown = {"epsilon": f"{epsilon:.3g}"}
+    def _measure(self, metrics: Mapping[str, Any], seconds: float) -> dict[str, float]:
+        """What is recorded of a round."""
+        values: dict[str, float] = collections.OrderedDict(epsilon=self._epsilon())
         if self._options.release_private_metrics:
+            sums = {k: float(v) for k, v in metrics["client_work"].items()}
             seen, clients = sums["examples_seen"], sums["non_empty"]
             values |= {
                 "not_private/loss": sums["loss_sum"] / max(seen, 1),
@@ -230,16 +242,22 @@ class Trainer:
                 "not_private/non_empty_virtual_clients": clients,
                 "not_private/non_finite_updates": sums["non_finite"],
             }
-            shown = {
-                "loss": f"{values['not_private/loss']:.3f}",
-                "examples/s": f"{values['not_private/examples_per_second']:.0f}",
-                **shown,
-            }
-        every = self._options.rounds_per_eval
-        if self._evaluate is not None and every and (number + 1) % every == 0:
-            weights = self._process.get_model_weights(state).trainable
-            self._held_out = self._evaluate([np.asarray(w) for w in weights])
-            values |= {f"validation/{k}": v for k, v in self._held_out.items()}
-        shown |= {k: f"{v:.3f}" for k, v in self._held_out.items()}
-        progress.update(shown)
         return values
+
+    def _validate(self, state: Any, done: int) -> dict[str, float]:
+        """Figures of held-out classes, in the rounds in which they are due."""
+        every = self._options.rounds_per_eval
+        if self._evaluate is None or not every or done % every:
+            return {}
+        weights = self._process.get_model_weights(state).trainable
+        self._held_out = self._evaluate([np.asarray(w) for w in weights])
+        return {f"validation/{k}": v for k, v in self._held_out.items()}
+
+    def _shown(self, values: Mapping[str, float]) -> dict[str, str]:
+        """What the progress shows of a round."""
+        shown = {}
+        if self._options.release_private_metrics:
+            shown["loss"] = f"{values['not_private/loss']:.3f}"
+            shown["examples/s"] = f"{values['not_private/examples_per_second']:.0f}"
+        shown["epsilon"] = f"{values['epsilon']:.3g}"
+        return shown | {k: f"{v:.3f}" for k, v in self._held_out.items()}

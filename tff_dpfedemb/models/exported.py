@@ -86,7 +86,7 @@ def load(path: str) -> tuple[Embed, tuple[int, ...]]:
             returns one tensor of embeddings.
 
     Returns:
-        The function from images to embeddings, and the shape of an image.
+        The function from images to embeddings, and the shape of an image, None where any will do.
 
     Raises:
         ValueError: If there is no such model.
@@ -95,7 +95,7 @@ def load(path: str) -> tuple[Embed, tuple[int, ...]]:
     try:
         loaded = tf.saved_model.load(path)
         signature = loaded.signatures["serving_default"]
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, tf.errors.OpError) as error:
         raise ValueError(f"model={path}: {str(error).splitlines()[0]}; {accepted}") from None
     inputs, outputs = signature.structured_input_signature[1], signature.structured_outputs
     if len(inputs) != 1 or len(outputs) != 1 or next(iter(inputs.values())).dtype != tf.uint8:
