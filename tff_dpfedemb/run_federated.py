@@ -112,8 +112,8 @@ def main() -> int:
     folder = run_folder_lib.RunFolder(os.path.join(FLAGS.output_dir, name))
     flag_values = _defining_flags()
     problems.require(
-        os.path.basename(name) == name and name not in ("", ".", ".."),
-        f"experiment_name={name!r}: accepted are names without a path",
+        name == os.path.basename(name) and name not in ("", ".", "..") and len(name) <= 200,
+        f"experiment_name={name!r}: accepted are names without a path, of at most 200 letters",
     )
     for flag, least in (("embedding_dim", 1), ("rounds_per_eval", 0), ("rounds_per_checkpoint", 1)):
         problems.require(
@@ -132,11 +132,11 @@ def main() -> int:
 
     if FLAGS.dry_run:
         return _dry_run(task, plan, folder)
-    seed = problems.attempt(lambda: folder.open(flag_values, FLAGS.seed))
-    problems.exit_if_any()
     # Ends like a SIGINT; the training loop ends its rounds in its own way.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        seed = problems.attempt(lambda: folder.open(flag_values, FLAGS.seed))
+        problems.exit_if_any()
         evaluation = _finished(plan, folder) or _train(task, plan, training, server, folder, seed)
     except KeyboardInterrupt:
         run_flags.fail(
@@ -161,7 +161,8 @@ def _finished(plan: PrivacyPlan, folder: run_folder_lib.RunFolder) -> dict[str, 
     """The evaluation of a run that is over, whole and accounted for; None of any other."""
     from tff_dpfedemb.privacy import ledger
 
-    if not (os.path.exists(folder.evaluation) and os.path.exists(folder.export)):
+    results = (folder.evaluation, folder.export, folder.privacy)
+    if not all(map(os.path.exists, results)):
         return None
     try:
         if ledger.Ledger(folder.ledger, plan).num_rounds < plan.total_rounds:

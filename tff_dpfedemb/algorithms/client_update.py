@@ -85,7 +85,7 @@ def build_client_update(
                 shape_invariants=[(order, tf.TensorShape([None]))]
             )
             place = step % steps_per_pass
-            if place == 0:
+            if tf.equal(place, 0):  # Not ==, which compares identities in a TFF graph.
                 order = _permutation(_fold(seed, _RECONSTRUCTION, step), n)
             batch = order[place * batch_size : (place + 1) * batch_size]
             embeddings = tf.stop_gradient(embed(tf.gather(images, batch)))

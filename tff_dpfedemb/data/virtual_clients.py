@@ -49,9 +49,17 @@ def client_arguments(
     """What a round's `next` takes: one structure a virtual client.
 
     Args:
-        user_ids: One array of ids a virtual client, integers or bytes.
+        user_ids: One array of ids a virtual client, int64, or bytes in an array of dtype object.
         seeds: One int64 array of shape (2,) a virtual client.
+
+    Raises:
+        ValueError: If ids come in an array of fixed-width strings, which drops trailing NULs.
     """
+    for ids in user_ids:
+        if ids.dtype.kind in "SU":
+            raise ValueError(
+                f"user_ids of dtype {ids.dtype}: accepted are int64, or object for bytes"
+            )
     return [
         collections.OrderedDict(user_ids=ids, seed=seed)
         for ids, seed in zip(user_ids, seeds, strict=True)

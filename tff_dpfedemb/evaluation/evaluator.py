@@ -56,12 +56,15 @@ def evaluate_export(path: str, task: Task, split: str) -> dict[str, Any]:
     """
     held_out = task.evaluation_set(split)
     model_fn, shape = exported.load(path)
-    if shape is not None and tuple(shape) != tuple(held_out.images.shape[1:]):
+    if any(m not in (None, t) for m, t in zip(shape, task.image_shape, strict=True)):
         raise ValueError(
-            f"model={path}: takes images of shape {tuple(shape)}, and the task {task.name} has "
-            f"{held_out.images.shape[1:]}"
+            f"model={path}: takes images of shape {shape}, and the task {task.name} has "
+            f"{tuple(task.image_shape)}"
         )
-    embeddings = {"trained": embed_lib.embed(model_fn, held_out.images)}
+    try:
+        embeddings = {"trained": embed_lib.embed(model_fn, held_out.images)}
+    except ValueError as error:
+        raise ValueError(f"model={path}: {error}") from None
     untrained = exported.load_untrained(path)
     if untrained is not None:
         embeddings["untrained backbone"] = embed_lib.embed(untrained, held_out.images)

@@ -78,7 +78,7 @@ def write_facts(
     return facts
 
 
-def load(path: str) -> tuple[Embed, tuple[int, ...]]:
+def load(path: str) -> tuple[Embed, tuple[int | None, ...]]:
     """Loads an exported model.
 
     Args:
@@ -86,7 +86,8 @@ def load(path: str) -> tuple[Embed, tuple[int, ...]]:
             returns one tensor of embeddings.
 
     Returns:
-        The function from images to embeddings, and the shape of an image, None where any will do.
+        The function from images to embeddings, and the shape of an image, with None where any
+        length will do.
 
     Raises:
         ValueError: If there is no such model.
@@ -95,32 +96,39 @@ def load(path: str) -> tuple[Embed, tuple[int, ...]]:
     try:
         loaded = tf.saved_model.load(path)
         signature = loaded.signatures["serving_default"]
-    except (OSError, KeyError, tf.errors.OpError) as error:
+    except (OSError, LookupError, ValueError, tf.errors.OpError) as error:
         raise ValueError(f"model={path}: {str(error).splitlines()[0]}; {accepted}") from None
     inputs, outputs = signature.structured_input_signature[1], signature.structured_outputs
-    if len(inputs) != 1 or len(outputs) != 1 or next(iter(inputs.values())).dtype != tf.uint8:
+    specs = [*inputs.values()]
+    if len(outputs) != 1 or [(s.dtype, s.shape.rank) for s in specs] != [(tf.uint8, 4)]:
         raise ValueError(f"model={path}: does not map uint8 images to embeddings; {accepted}")
-    ((name, spec),) = inputs.items()
-    (output,) = outputs
+    (name,), (output,) = inputs, outputs
 
     def embed(images: Any, keep_alive: Any = loaded) -> tf.Tensor:
         del keep_alive  # The signature alone does not keep its variables.
         return signature(**{name: tf.convert_to_tensor(images)})[output]
 
-    return embed, tuple(spec.shape[1:])
+    return embed, tuple(specs[0].shape[1:])
 
 
 def load_untrained(path: str) -> Embed | None:
-    """The model at `path` as it was before training, or None where the folder does not tell."""
+    """The model at `path` as it was before training, or None where the folder does not tell.
+
+    Raises:
+        ValueError: If what the folder tells is no model's.
+    """
+    file_path = os.path.join(path, FACTS)
     try:
-        with open(os.path.join(path, FACTS), encoding="utf-8") as file:
+        with open(file_path, encoding="utf-8") as file:
             facts = json.load(file)
+        model = embedding_model_lib.EmbeddingModel(
+            backbone=facts["backbone"],
+            image_shape=tuple(facts["image_shape"]),
+            embedding_dim=facts["embedding_dim"],
+            head_size=facts["head_size"],
+        )
+        return EmbeddingModule(model.build_backbone(facts["init_seed"]))
     except FileNotFoundError:
         return None
-    model = embedding_model_lib.EmbeddingModel(
-        backbone=facts["backbone"],
-        image_shape=tuple(facts["image_shape"]),
-        embedding_dim=facts["embedding_dim"],
-        head_size=facts["head_size"],
-    )
-    return EmbeddingModule(model.build_backbone(facts["init_seed"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"model={path}: {file_path} is not of a model ({error!r})") from None
