@@ -66,7 +66,7 @@ def define_task_flags() -> None:
 def define_plan_flags() -> None:
     """Flags from which the privacy follows."""
     flags.DEFINE_integer(
-        "virtual_clients_per_round", 32, "V: virtual clients a round, the divisor of the noisy sum."
+        "virtual_clients_per_round", 64, "V: virtual clients a round, the divisor of the noisy sum."
     )
     flags.DEFINE_integer(
         "virtual_client_size",
@@ -78,7 +78,7 @@ def define_plan_flags() -> None:
         flags.FloatParser(), "clip_norm", 0.5, "C: L2 norm to which updates are clipped."
     )
     flags.DEFINE_float(
-        "noise_multiplier", 0.8, "z: the noise on the sum of updates has standard deviation z * C."
+        "noise_multiplier", 0.9, "z: the noise on the sum of updates has standard deviation z * C."
     )
     define_optional(
         flags.FloatParser(), "delta", None, "Failure probability; none for num_users^-1.1."
