@@ -22,8 +22,8 @@ NOT_COVERED = (
     "who took part in a round, and the sampling seed: whoever learns it knows who took part",
     "held-out users' and held-out classes' images used for evaluation",
     "the choice of hyper-parameters on private data",
-    "side channels of floating-point arithmetic, and the generators of the noise (TensorFlow's) and "
-    "of the cohorts (NumPy's), which are not cryptographic",
+    "side channels of floating-point arithmetic, and the generators of noise (TensorFlow's) and "
+    "cohorts (NumPy's), which are not cryptographic",
 )
 
 
