@@ -138,11 +138,9 @@ def main() -> int:
         seed = problems.attempt(lambda: folder.open(flag_values, FLAGS.seed))
         problems.exit_if_any()
         evaluation = _finished(plan, folder) or _train(task, plan, training, server, folder, seed)
-    except KeyboardInterrupt:
-        run_flags.fail(
-            "Stopped; everything is saved. The same command goes on from there.",
-            run_flags.RESUMABLE,
-        )
+    except KeyboardInterrupt as error:
+        message = str(error) or "Stopped; everything is saved. The same command goes on from there."
+        run_flags.leave(message, run_flags.RESUMABLE)
     _report(folder, evaluation)
     return run_flags.DONE
 

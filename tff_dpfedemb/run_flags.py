@@ -73,7 +73,7 @@ def define_plan_flags() -> None:
         8,
         "Users in a virtual client, on average. 1: every sampled user is a virtual client alone.",
     )
-    flags.DEFINE_integer("total_rounds", 40, "Training rounds.")
+    flags.DEFINE_integer("total_rounds", 32, "Training rounds.")
     define_optional(
         flags.FloatParser(), "clip_norm", 0.5, "C: L2 norm to which updates are clipped."
     )
@@ -156,6 +156,18 @@ def fail(message: str, status: int = BAD_INPUT) -> NoReturn:
     """Ends the program with a message on standard error."""
     print(message, file=sys.stderr)
     sys.exit(status)
+
+
+def leave(message: str, status: int) -> NoReturn:
+    """Ends the program at once, in the middle of a computation.
+
+    TFF waits for the worker in a thread that aborts the process if it wakes while the interpreter
+    shuts down, so the interpreter is not shut down.
+    """
+    print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def be_quiet() -> None:

@@ -1,6 +1,6 @@
 r"""States the privacy of a set of flags, without training, or of a run's ledger.
 
-  python -m tff_dpfedemb.run_privacy --noise_multiplier=0.9 --total_rounds=40
+  python -m tff_dpfedemb.run_privacy --noise_multiplier=0.9 --total_rounds=100
   python -m tff_dpfedemb.run_privacy --ledger=runs/first/ledger.jsonl
 
 The user-level epsilon comes first; the figure per virtual client second. --json prints the

@@ -17,9 +17,10 @@ from tff_dpfedemb.privacy import aggregators
 from tff_dpfedemb.privacy import plan as plan_lib
 from tff_dpfedemb.runtime import worker as worker_lib
 
-_WARM_UP, _ROUNDS = 60, 120
-# A leak of 1 MB a round makes 60.
-_ALLOWED_MB = 25
+_WARM_UP, _ROUNDS = 40, 100
+_COHORT_SIZES = 10
+# A leak of 1 MB a round makes 60; the worker's allocator drifts by 8 to 23 (measured).
+_ALLOWED_MB = 40
 
 
 def _load_users(user_ids):
@@ -40,7 +41,7 @@ class MemoryTest(absltest.TestCase):
     def test_is_flat_after_warm_up(self):
         plan = plan_lib.PrivacyPlan(
             population=10_000,
-            virtual_clients_per_round=6,
+            virtual_clients_per_round=5,
             virtual_client_size=1,
             total_rounds=_ROUNDS,
             clip_norm=1.0,
@@ -56,7 +57,6 @@ class MemoryTest(absltest.TestCase):
             max_examples_per_client=1000,
         )
         resident = []
-        sizes = set()
         with (
             # The arenas of glibc's allocator, one a thread, grow to a plateau of hundreds of MB
             # over hundreds of rounds; two of them leave a leak nowhere to hide.
@@ -72,13 +72,13 @@ class MemoryTest(absltest.TestCase):
             )
             state = process.initialize()
             for number in range(_ROUNDS):
-                cohort = plan.sample(0, number)
-                sizes.add(len(cohort))
+                # More sizes than the executors that a worker keeps: each round needs a new one.
+                users = np.arange(1 + number % _COHORT_SIZES)
+                cohort = np.split(users, len(users))
                 seeds = sampling.client_seeds(0, number, len(cohort))
                 arguments = virtual_clients.client_arguments(cohort, seeds)
                 state = process.next(state, arguments).state
                 resident.append([_resident_mb(pid) for pid in (os.getpid(), worker.pids[1])])
-        self.assertGreater(len(sizes), 8)
         python, worker = np.max(resident[_ROUNDS - 10 :], axis=0) - np.max(
             resident[_WARM_UP - 10 : _WARM_UP], axis=0
         )

@@ -6,6 +6,19 @@ from collections.abc import Mapping
 import tqdm
 
 
+class _Lines:
+    """Turns a bar that is drawn over itself into lines, for logs."""
+
+    def write(self, text: str) -> None:
+        """Writes what is drawn, if anything."""
+        if text.strip():
+            sys.stderr.write(text.strip() + "\n")
+
+    def flush(self) -> None:
+        """Flushes standard error."""
+        sys.stderr.flush()
+
+
 class Progress:
     """Shows rounds done, what the last one brought, and the time left."""
 
@@ -17,7 +30,7 @@ class Progress:
             initial=done,
             desc="round",
             unit="round",
-            file=sys.stderr,
+            file=sys.stderr if terminal else _Lines(),
             dynamic_ncols=terminal,
             mininterval=0.1 if terminal else 20,
             maxinterval=10 if terminal else 60,

@@ -177,6 +177,7 @@ class Trainer:
 
         Raises:
             StoppedError: If a signal asked for it; everything is saved.
+            KeyboardInterrupt: If a second one did, in the middle of a round; the same.
             LedgerError: If ledger and checkpoint do not fit.
         """
         total = self._plan.total_rounds
@@ -190,6 +191,7 @@ class Trainer:
         """Runs the rounds from `done` on."""
         total = self._plan.total_rounds
         saved = done
+        stopped: type[BaseException] = StoppedError
         progress = progress_lib.Progress(total, done)
         try:
             with stopping.StopRequest() as stop:
@@ -211,7 +213,7 @@ class Trainer:
                         asyncio.run(self._tensorboard.release(values, key=done - 1))
                         progress.update(self._shown(values))
                 except KeyboardInterrupt:
-                    stop.requested = True
+                    stopped = KeyboardInterrupt
                 finally:
                     if saved < done:
                         self._checkpoints.save(state, done)
@@ -219,7 +221,7 @@ class Trainer:
             progress.close()
         if done < total:
             self._write_statement()
-            raise StoppedError(
+            raise stopped(
                 f"Stopped after {done} of {total} rounds; everything is saved. "
                 "The same command goes on from there."
             )
