@@ -54,6 +54,7 @@ class Task(abc.ABC):
     def user_ids(self, indices: np.ndarray) -> np.ndarray:
         """The opaque ids of the users at `indices`, int64 of shape (k,) in [0, num_users).
 
+        Bytes come in an array of dtype object, since NumPy's own bytes drop trailing NULs.
         Costs time in `k` only, not in `num_users`.
         """
 
@@ -62,7 +63,8 @@ class Task(abc.ABC):
         """All training examples of some users, as TensorFlow operations.
 
         Traced into the computation that runs inside a worker: graph operations only, nothing that
-        calls back into Python.
+        calls back into Python, and `tf.equal` where tensors are compared, since == compares
+        identities in TFF's graphs.
 
         Args:
             user_ids: Tensor of shape (k,), k >= 0, int64 or string as `user_id_dtype` says.

@@ -1,7 +1,6 @@
 """Neither Python nor the worker keeps what a round needed. Linux only, as it reads /proc."""
 
 import os
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -57,12 +56,7 @@ class MemoryTest(absltest.TestCase):
             max_examples_per_client=1000,
         )
         resident = []
-        with (
-            # The arenas of glibc's allocator, one a thread, grow to a plateau of hundreds of MB
-            # over hundreds of rounds; two of them leave a leak nowhere to hide.
-            mock.patch.dict(os.environ, {"MALLOC_ARENA_MAX": "2"}),
-            worker_lib.local_execution() as worker,
-        ):
+        with worker_lib.local_execution() as worker:
             process = dp_fedemb.build_dp_fedemb(
                 model,
                 training,

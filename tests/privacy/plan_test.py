@@ -57,6 +57,7 @@ class PlanTest(parameterized.TestCase):
         ("truth_value", {"total_rounds": True}, "total_rounds=True"),
         ("clip_zero", {"clip_norm": 0.0}, "clip_norm=0.0"),
         ("clip_infinite", {"clip_norm": float("inf")}, "clip_norm=inf"),
+        ("clip_beyond_float32", {"clip_norm": 1e39}, "clip_norm=1e+39"),
         ("clip_nan", {"clip_norm": float("nan")}, "clip_norm=nan"),
         ("noise_negative", {"noise_multiplier": -0.1}, "noise_multiplier=-0.1"),
         ("noise_nan", {"noise_multiplier": float("nan")}, "noise_multiplier=nan"),

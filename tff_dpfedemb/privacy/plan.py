@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 SAMPLINGS = ("poisson",)
 
+# Norms are clipped in float32, whose squares end near the square of this.
+_MAX_CLIP_NORM = 1e18
+
 
 def default_delta(population: int) -> float:
     """The failure probability used where none is given, population^-1.1."""
@@ -157,8 +160,10 @@ def _problems(plan: PrivacyPlan) -> list[str]:
     for field in counts:
         if not _is_whole(getattr(plan, field)) or getattr(plan, field) < 1:
             refuse(field, "whole numbers of at least 1")
-    if plan.clip_norm is not None and not (_is_number(plan.clip_norm) and plan.clip_norm > 0):
-        refuse("clip_norm", "numbers above 0, or none for no clipping")
+    if plan.clip_norm is not None and not (
+        _is_number(plan.clip_norm) and 0 < plan.clip_norm <= _MAX_CLIP_NORM
+    ):
+        refuse("clip_norm", f"numbers above 0, at most {_MAX_CLIP_NORM:g}, or none for no clipping")
     if not (_is_number(plan.noise_multiplier) and plan.noise_multiplier >= 0):
         refuse("noise_multiplier", "numbers of at least 0")
     elif plan.noise_multiplier > 0 and plan.clip_norm is None:

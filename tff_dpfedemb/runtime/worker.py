@@ -228,6 +228,8 @@ class LocalWorker:
                 **os.environ,
                 "TF_CPP_MIN_LOG_LEVEL": "3",
                 "TF_DETERMINISTIC_OPS": str(int(self._deterministic_ops)),
+                # With an arena a thread, memory creeps up for hundreds of rounds.
+                "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "2"),
             },
             start_new_session=True,  # Ctrl-C in the terminal is ours to handle.
         )
