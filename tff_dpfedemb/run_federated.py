@@ -33,8 +33,8 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_float("client_lr", 0.05, "SGD learning rate of the backbone on a virtual client.")
 flags.DEFINE_float("client_momentum", 0.9, "SGD momentum on a virtual client.")
-flags.DEFINE_float("head_lr_scale", 12.0, "The head's learning rate, relative to the backbone's.")
-flags.DEFINE_integer("client_epochs_per_round", 2, "Passes over a virtual client's examples.")
+flags.DEFINE_float("head_lr_scale", 4.0, "The head's learning rate, relative to the backbone's.")
+flags.DEFINE_integer("client_epochs_per_round", 3, "Passes over a virtual client's examples.")
 flags.DEFINE_integer("client_batch_size", 32, "Examples in a local step.")
 flags.DEFINE_integer(
     "max_examples_per_client", 2048, "The most examples of a virtual client that are used."

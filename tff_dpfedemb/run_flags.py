@@ -66,7 +66,7 @@ def define_task_flags() -> None:
 def define_plan_flags() -> None:
     """Flags from which the privacy follows."""
     flags.DEFINE_integer(
-        "virtual_clients_per_round", 64, "V: virtual clients a round, the divisor of the noisy sum."
+        "virtual_clients_per_round", 48, "V: virtual clients a round, the divisor of the noisy sum."
     )
     flags.DEFINE_integer(
         "virtual_client_size",

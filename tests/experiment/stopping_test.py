@@ -4,6 +4,8 @@ import contextlib
 import io
 import os
 import signal
+import threading
+import time
 
 from absl.testing import absltest, parameterized
 
@@ -29,6 +31,23 @@ class StopRequestTest(parameterized.TestCase):
             with self.assertRaises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
             self.assertTrue(stop.requested)
+
+    def test_signal_that_another_thread_receives_is_seen_while_the_main_thread_waits(self) -> None:
+        seen, done = [], threading.Event()
+
+        def receive() -> None:
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+            deadline = time.monotonic() + 20
+            while not stop.requested and time.monotonic() < deadline:
+                time.sleep(0.01)
+            seen.append(stop.requested)
+            done.set()
+
+        with stopping.StopRequest() as stop:
+            threading.Thread(target=receive).start()
+            done.wait()
+        self.assertEqual(seen, [True])
+        self.assertEqual(signal.getitimer(signal.ITIMER_REAL), (0.0, 0.0))
 
     @parameterized.parameters(signal.SIGINT, signal.SIGTERM)
     def test_handlers_are_put_back(self, number: signal.Signals) -> None:

@@ -4,6 +4,8 @@ import signal
 import sys
 from types import FrameType
 
+_WAKE_SECONDS = 0.5
+
 
 class StopRequest:
     """Watches SIGINT and SIGTERM while inside the block.
@@ -33,8 +35,13 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         self._previous = {s: signal.signal(s, self._handle) for s in self._SIGNALS}
+        # The kernel may hand a signal to one of TensorFlow's threads, and Python then sees it only
+        # when the main thread, which waits for the round, is woken.
+        self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *unused: None)
+        signal.setitimer(signal.ITIMER_REAL, _WAKE_SECONDS, _WAKE_SECONDS)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
