@@ -36,6 +36,7 @@ class StopRequestTest(parameterized.TestCase):
         seen, done = [], threading.Event()
 
         def receive() -> None:
+            time.sleep(1)  # Until the main thread waits, and runs no code of its own.
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
             deadline = time.monotonic() + 20
             while not stop.requested and time.monotonic() < deadline:
