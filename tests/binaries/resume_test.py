@@ -148,8 +148,11 @@ class _Run:
             return file.read().rpartition(")")[2].split()[0]
 
     def signal(self, *numbers: int) -> None:
-        """Sends signals to the process, and lets it go on."""
-        for number in (*numbers, signal.SIGCONT):
+        """Lets the process go on, and sends it signals."""
+        os.kill(self.process.pid, signal.SIGCONT)
+        # A halted process's signals go to any thread, and would not wake the main one.
+        _wait_for(lambda: self._state() != "T")
+        for number in numbers:
             os.kill(self.process.pid, number)
 
     def end(self) -> tuple[int, str, str]:
@@ -177,7 +180,7 @@ class _Run:
         """Starts a process and kills it as soon as something is so."""
         self.start(*more)
         self.wait_until(condition)
-        self.signal(signal.SIGKILL)
+        self.process.kill()
         status, _, err = self.end()
         assert status == -signal.SIGKILL, (status, err)
 

@@ -95,7 +95,7 @@ class StatementTest(parameterized.TestCase):
 
     @given(st.floats(1e-12, 1e12))
     def test_figures_are_rounded_up_and_close(self, value):
-        shown = float(statement_lib._figure(value))
+        shown = float(statement_lib.figure(value))
         self.assertGreaterEqual(shown, value * (1 - 1e-12))
         self.assertLessEqual(shown, value * 1.0101)
 

@@ -261,5 +261,5 @@ class Trainer:
         if self._options.release_private_metrics:
             shown["loss"] = f"{values['not_private/loss']:.3f}"
             shown["examples/s"] = f"{values['not_private/examples_per_second']:.0f}"
-        shown["epsilon"] = f"{values['epsilon']:.3g}"
+        shown["epsilon"] = statement_lib.figure(values["epsilon"])
         return shown | {k: f"{v:.3f}" for k, v in self._held_out.items()}

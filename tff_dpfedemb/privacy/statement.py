@@ -91,11 +91,15 @@ def make_statement(
     }
 
 
-def _figure(value: float | str) -> str:
-    """A privacy figure of three digits, rounded up: words must not promise more than the number."""
-    if value == "inf":
-        return "infinite"
+def figure(value: float | str) -> str:
+    """A privacy figure as words show it: three digits, rounded up, never promising too much.
+
+    Args:
+        value: Epsilon or delta, at least 0; infinity also as the string "inf".
+    """
     number = float(value)
+    if math.isinf(number):
+        return "infinite"
     if number == 0:
         return "0"
     unit = 10.0 ** (math.floor(math.log10(number)) - 2)
@@ -106,12 +110,12 @@ def summary(statement: Mapping[str, Any]) -> str:
     """The guarantee in one line, and below it the published convention, labelled as what it is."""
     s = statement
     lines = [
-        f"epsilon = {_figure(s['epsilon'])} at delta = {_figure(s['delta'])}, "
+        f"epsilon = {figure(s['epsilon'])} at delta = {figure(s['delta'])}, "
         f"user level (unit: {s['unit']})"
     ]
     if s["virtual_client_size"] > 1:
         lines.append(
-            f"epsilon = {_figure(s['epsilon_per_virtual_client'])} per virtual client (s = 1): the "
+            f"epsilon = {figure(s['epsilon_per_virtual_client'])} per virtual client (s = 1): the "
             "convention of many published figures, not a guarantee for a user with company"
         )
     return "\n".join(lines)
@@ -123,8 +127,8 @@ def _promise(s: Mapping[str, Any]) -> str:
         return "There is no privacy guarantee: epsilon is infinite."
     return (
         f"The trained backbone {'will be' if s['status'] == 'planned' else 'is'} differentially "
-        f"private for a user with epsilon = {_figure(s['epsilon'])} at delta = "
-        f"{_figure(s['delta'])} (relation {s['relation']}, unit: {s['unit']})."
+        f"private for a user with epsilon = {figure(s['epsilon'])} at delta = "
+        f"{figure(s['delta'])} (relation {s['relation']}, unit: {s['unit']})."
     )
 
 
@@ -168,7 +172,7 @@ def _sensitivity(s: Mapping[str, Any]) -> str:
     return (
         "One user can turn a virtual client's update into any other, which moves the sum by up to "
         f"2C, so s = 2, and {effective}. Counted per virtual client (s = 1), as published figures "
-        f"often are, epsilon would read {_figure(s['epsilon_per_virtual_client'])}; that is not a "
+        f"often are, epsilon would read {figure(s['epsilon_per_virtual_client'])}; that is not a "
         "guarantee for a user with company."
     )
 
