@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -84,6 +85,8 @@ def _wait_for(condition: Callable[[], object], seconds: float = _WAIT_SECONDS) -
 class _Run:
     """A run's folder, and the processes that are started in it."""
 
+    started: ClassVar[list[subprocess.Popen]] = []
+
     def __init__(self, scratch: str, name: str, flags: tuple[str, ...]):
         self.scratch, self.name, self.flags = scratch, name, flags
         self.folder = os.path.join(scratch, "runs", name)
@@ -110,6 +113,7 @@ class _Run:
                 cwd=self.scratch,
                 env=_environment(TMPDIR=self.temporary),
             )
+        self.started.append(self.process)
 
     def observe(self) -> None:
         """Keeps what the folder says of privacy now, if both files are of the same moment."""
@@ -271,7 +275,10 @@ class _RunTest(absltest.TestCase):
 
 
 def tearDownModule() -> None:
-    """Removes what all tests share."""
+    """Ends what a failed test left running, and removes what all tests share."""
+    for process in _Run.started:
+        process.kill()
+        process.communicate()
     if hasattr(_RunTest, "scratch"):
         shutil.rmtree(_RunTest.scratch)
 
