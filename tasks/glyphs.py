@@ -94,13 +94,15 @@ class Glyphs(Task):
         Raises:
             ValueError: If an argument is out of its range.
         """
-        _check("num_users", num_users, 1, _MAX_USERS)
-        _check("examples_per_user", examples_per_user, 1, 10_000)
-        _check("seed", seed, 0, 2**63 - 1)
-        most_classes = min(_MAX_CLASSES_PER_USER, examples_per_user)
-        _check("classes_per_user", classes_per_user, 1, most_classes)
-        _check("evaluation_writers_per_class", evaluation_writers_per_class, 1, 1_000)
-        _check("evaluation_examples_per_writer", evaluation_examples_per_writer, 1, 1_000)
+        _check(
+            ("num_users", num_users, 1, _MAX_USERS),
+            ("examples_per_user", examples_per_user, 1, 10_000),
+            ("seed", seed, 0, 2**63 - 1),
+            ("classes_per_user", classes_per_user, 1, _MAX_CLASSES_PER_USER),
+            ("evaluation_writers_per_class", evaluation_writers_per_class, 1, 1_000),
+            ("evaluation_examples_per_writer", evaluation_examples_per_writer, 1, 1_000),
+        )
+        _check(("classes_per_user", classes_per_user, 1, examples_per_user))
         self.num_users = num_users
         self.examples_per_user = examples_per_user
         self.seed = seed
@@ -319,11 +321,14 @@ def _distance(at: Any, nib: Any) -> Any:
     return _STYLE.blur_pixels * tf.sqrt(-2.0 * tf.math.log(tf.clip_by_value(level, 1e-9, 1.0)))
 
 
-def _check(name: str, value: Any, low: int, high: int) -> None:
-    """Refuses what is not an integer in [low, high]."""
-    if (
-        not isinstance(value, int | np.integer)
+def _check(*arguments: tuple[str, Any, int, int]) -> None:
+    """Refuses, a line each, what is not an integer in [low, high]."""
+    problems = [
+        f"{name} must be an integer from {low} to {high}, got {value!r}."
+        for name, value, low, high in arguments
+        if not isinstance(value, int | np.integer)
         or isinstance(value, bool)
         or not low <= value <= high
-    ):
-        raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}.")
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))

@@ -60,6 +60,9 @@ def define_task_flags() -> None:
         "num_users", 1_000_000, "Population: how many users can take part; public information."
     )
     flags.DEFINE_integer("examples_per_user", 20, "glyphs: images of every user.")
+    flags.DEFINE_integer(
+        "classes_per_user", 5, "glyphs: classes of every user, each with an equal share of images."
+    )
     flags.DEFINE_integer("data_seed", 0, "glyphs: seed from which the users' hands are drawn.")
 
 
@@ -90,13 +93,14 @@ def build_task() -> Task:
     """The task that the flags name.
 
     Raises:
-        ValueError: One line, naming the flag.
+        ValueError: One line for each problem, naming the flag.
     """
     try:
         return registry.build(
             FLAGS.task,
             num_users=FLAGS.num_users,
             examples_per_user=FLAGS.examples_per_user,
+            classes_per_user=FLAGS.classes_per_user,
             seed=FLAGS.data_seed,
         )
     except ValueError as error:
