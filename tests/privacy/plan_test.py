@@ -110,7 +110,9 @@ class PlanTest(parameterized.TestCase):
         self.assertLen(set(users), len(users), "a user is in two virtual clients")
         self.assertTrue(all(0 <= user < population for user in users))
         if size == 1:
-            self.assertTrue(all(len(c) == 1 for c in cohort) or (len(cohort) == 1 and not users))
+            self.assertLessEqual({len(c) for c in cohort}, {0, 1})
+            self.assertEqual(len(cohort) % 16, 0)
+            self.assertLess(len(cohort) - max(1, len(users)), 16)
         else:
             self.assertLen(cohort, clients)
         again = plan.sample(seed, round_number)

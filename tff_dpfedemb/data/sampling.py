@@ -8,6 +8,10 @@ import numpy as np
 # Keeps the sampling stream apart from any other stream that is derived from the same seed.
 _STREAM = 0x5A4D504C
 
+# Lone users are filled up to a multiple of this with empty virtual clients: each new number of
+# clients makes TFF's worker build an executor, which costs time and memory.
+_LONE_MULTIPLE = 16
+
 
 def _generator(seed: int, round_number: int) -> np.random.Generator:
     """The random stream of one round."""
@@ -40,14 +44,14 @@ def poisson_virtual_clients(
 
     Returns:
         One int64 array of user indices a virtual client. With bins there are `num_bins`, some of
-        them possibly empty; without, one a sampled user, and a single empty one if nobody was
-        sampled.
+        them possibly empty; without, one a sampled user, and empty ones up to a multiple of 16.
     """
     rng = _generator(seed, round_number)
     size = rng.binomial(population, sampling_probability)
     users = rng.choice(population, size=size, replace=False).astype(np.int64)
     if num_bins is None:
-        return [users[i : i + 1] for i in range(size)] or [users]
+        filled = max(1, -(-size // _LONE_MULTIPLE)) * _LONE_MULTIPLE
+        return [users[i : i + 1] for i in range(filled)]
     bins = rng.integers(num_bins, size=size)
     return [users[bins == b] for b in range(num_bins)]
 

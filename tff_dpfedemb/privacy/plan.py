@@ -111,7 +111,7 @@ class PrivacyPlan:
 
         Returns:
             `virtual_clients_per_round` arrays, some possibly empty; with virtual_client_size 1
-            one array of one user for every sampled user, or one empty array.
+            one array of one user for every sampled user, and empty ones up to a multiple of 16.
         """
         alone = self.virtual_client_size == 1
         return sampling_lib.poisson_virtual_clients(
