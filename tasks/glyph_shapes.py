@@ -15,13 +15,14 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from absl import app
+
+from tff_dpfedemb import atomic
 
 POINTS_PER_SHAPE = 160
 # In em units, about one pixel of a 28x28 image: close enough for the points to fuse into a line.
@@ -275,9 +276,7 @@ def main(argv: list[str]) -> None:
         for font, decisions in table.pop("glyphs").items()
     )
     head = json.dumps(table, indent=1).removesuffix("\n}")
-    temporary = _TABLE_PATH.with_name(f".{_TABLE_PATH.name}.tmp")
-    temporary.write_text(f'{head},\n "glyphs": {{\n{fonts}\n}}}}\n')
-    os.replace(temporary, _TABLE_PATH)
+    atomic.write_text(str(_TABLE_PATH), f'{head},\n "glyphs": {{\n{fonts}\n}}}}\n')
     print(f"{_TABLE_PATH}: {sum(table['split_sizes'].values())} classes {table['split_sizes']}")
 
 

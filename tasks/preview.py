@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from tasks import registry
 from tasks.task import Task
+from tff_dpfedemb import atomic
 
 _TASK = flags.DEFINE_enum("task", "glyphs", registry.names(), "Data set to show.")
 _OUTPUT = flags.DEFINE_string("output", "preview.png", "PNG file to write.")
@@ -109,20 +110,15 @@ def main(argv: Sequence[str]) -> None:
     """Writes the contact sheet that the flags ask for."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     output = pathlib.Path(_OUTPUT.value)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     options = {} if _NUM_USERS.value is None else {"num_users": _NUM_USERS.value}
     try:
         if len(argv) > 1:
             raise ValueError(f"only flags are accepted, got {argv[1]!r}.")
-        temporary.touch()  # Before the work, to fail early.
-        try:
+        with atomic.replacing(str(output)) as new:  # Before the work, to fail early.
             task = registry.build(_TASK.value, **options)
             rows = user_rows(task, _SPLIT.value, _PREVIEW_USERS.value)
             title = f"{task.name}, {_SPLIT.value}: {len(rows)} users"
-            contact_sheet(title, rows, _PREVIEW_IMAGES.value).save(temporary, "PNG")
-            os.replace(temporary, output)
-        finally:
-            temporary.unlink(missing_ok=True)
+            contact_sheet(title, rows, _PREVIEW_IMAGES.value).save(new, "PNG")
     except OSError as error:
         _fail(f"--output={output} cannot be written: {error.strerror}.")
     except ValueError as error:

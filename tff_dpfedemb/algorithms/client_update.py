@@ -12,8 +12,6 @@ import tensorflow_federated as tff
 from tff_dpfedemb.algorithms.hyperparameters import ClientTraining
 from tff_dpfedemb.models import embedding_model as embedding_model_lib
 
-_PHILOX = "philox"  # Named, so that every device draws the same numbers.
-
 # What each local seed is folded with, one number a purpose.
 _KEEP, _HEAD, _RECONSTRUCTION, _TRAINING = range(4)
 
@@ -22,14 +20,17 @@ def _fold(seed: tf.Tensor, *data: tf.Tensor | int) -> tf.Tensor:
     """A seed for one purpose, derived from the virtual client's seed."""
     for number in data:
         seed = tf.random.experimental.stateless_fold_in(
-            seed, tf.cast(number, tf.int64), alg=_PHILOX
+            seed, tf.cast(number, tf.int64), alg=embedding_model_lib.PHILOX
         )
     return seed
 
 
 def _permutation(seed: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
     """A random order of range(size)."""
-    return tf.argsort(tf.random.stateless_uniform(size[tf.newaxis], seed, alg=_PHILOX), stable=True)
+    return tf.argsort(
+        tf.random.stateless_uniform(size[tf.newaxis], seed, alg=embedding_model_lib.PHILOX),
+        stable=True,
+    )
 
 
 def build_client_update(

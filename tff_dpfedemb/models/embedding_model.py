@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tff_dpfedemb.models import backbones
 
-_PHILOX = "philox"  # Named, so that every device draws the same numbers.
+PHILOX = "philox"  # Named, so that every device draws the same numbers.
 
 
 class HeadWeights(NamedTuple):
@@ -52,7 +52,7 @@ class EmbeddingModel:
             Small normal weights and zero bias.
         """
         kernel = tf.random.stateless_normal(
-            (self.head_size, self.embedding_dim), seed, stddev=self.embedding_dim**-0.5, alg=_PHILOX
+            (self.head_size, self.embedding_dim), seed, stddev=self.embedding_dim**-0.5, alg=PHILOX
         )
         return HeadWeights(kernel, tf.zeros(self.head_size))
 

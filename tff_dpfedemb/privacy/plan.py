@@ -97,11 +97,6 @@ class PrivacyPlan:
         """z / s, the noise relative to the sensitivity."""
         return self.noise_multiplier / self.sensitivity_factor
 
-    @property
-    def is_private(self) -> bool:
-        """Whether the plan gives a finite guarantee."""
-        return self.noise_multiplier > 0
-
     def sample(self, seed: int, round_number: int) -> list[np.ndarray]:
         """The virtual clients of a round, each an int64 array of user indices.
 
