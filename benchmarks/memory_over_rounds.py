@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
         print(f"{'round':>5} {'clients':>7} {'python MB':>9} {'worker MB':>9} {'seconds':>7}")
         started = time.monotonic()
         for number in range(_ROUNDS.value):
-            cohort = plan.sample(0, number)
+            cohort = plan.sample(0, number, plan.population)
             state = process.next(
                 state,
                 virtual_clients.client_arguments(

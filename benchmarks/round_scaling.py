@@ -42,7 +42,7 @@ def _cohort(plan: plan_lib.PrivacyPlan, number: int) -> tuple[list[np.ndarray], 
     """
     for seed in itertools.count():
         start = time.perf_counter()
-        cohort = plan.sample(seed, number)
+        cohort = plan.sample(seed, number, plan.population)
         seconds = time.perf_counter() - start
         users = np.concatenate(cohort)
         if len(users) == _CLIENTS.value * _SIZE.value:
@@ -52,7 +52,7 @@ def _cohort(plan: plan_lib.PrivacyPlan, number: int) -> tuple[list[np.ndarray], 
 
 def _build_round(population: int) -> Callable[[int], float]:
     """A function that runs a round and returns its seconds."""
-    task = registry.build("glyphs", num_users=population, examples_per_user=20, seed=0)
+    task = registry.build("glyphs", num_users=population, examples_per_user=20, data_seed=0)
     plan = plan_lib.PrivacyPlan(
         population=population,
         virtual_clients_per_round=_CLIENTS.value,

@@ -76,7 +76,7 @@ class Glyphs(Task):
         self,
         num_users: int = 1_000_000,
         examples_per_user: int = 20,
-        seed: int = 0,
+        data_seed: int = 0,
         classes_per_user: int = 5,
         evaluation_writers_per_class: int = 12,
         evaluation_examples_per_writer: int = 2,
@@ -86,7 +86,7 @@ class Glyphs(Task):
         Args:
             num_users: Size of the training population.
             examples_per_user: Images of every training writer.
-            seed: Seed of all hands. The split into classes does not depend on it.
+            data_seed: Seed of all hands. The split into classes does not depend on it.
             classes_per_user: Classes of every writer, each with an equal share of the images.
             evaluation_writers_per_class: Held-out writers of every held-out class.
             evaluation_examples_per_writer: Images of a held-out class by each of its writers.
@@ -97,7 +97,7 @@ class Glyphs(Task):
         _check(
             ("num_users", num_users, 1, _MAX_USERS),
             ("examples_per_user", examples_per_user, 1, 10_000),
-            ("seed", seed, 0, 2**63 - 1),
+            ("data_seed", data_seed, 0, 2**63 - 1),
             ("classes_per_user", classes_per_user, 1, _MAX_CLASSES_PER_USER),
             ("evaluation_writers_per_class", evaluation_writers_per_class, 1, 1_000),
             ("evaluation_examples_per_writer", evaluation_examples_per_writer, 1, 1_000),
@@ -105,11 +105,15 @@ class Glyphs(Task):
         _check(("classes_per_user", classes_per_user, 1, examples_per_user))
         self.num_users = num_users
         self.examples_per_user = examples_per_user
-        self.seed = seed
+        self.data_seed = data_seed
         self.classes_per_user = classes_per_user
         self.evaluation_writers_per_class = evaluation_writers_per_class
         self.evaluation_examples_per_writer = evaluation_examples_per_writer
         self.num_train_classes = len(glyph_shapes.load_table().class_ids("train"))
+
+    @classmethod
+    def published_users(cls) -> int:
+        return 1_000_000
 
     @property
     def user_id_dtype(self) -> type[np.generic]:
@@ -157,7 +161,7 @@ class Glyphs(Task):
             "num_users": self.num_users,
             "examples_per_user": self.examples_per_user,
             "classes_per_user": self.classes_per_user,
-            "seed": self.seed,
+            "data_seed": self.data_seed,
             "classes": dict(table.split_sizes),
             "evaluation_writers_per_class": self.evaluation_writers_per_class,
             "evaluation_examples_per_writer": self.evaluation_examples_per_writer,
@@ -177,7 +181,7 @@ class Glyphs(Task):
         classes = np.array(glyph_shapes.load_table().class_ids(split))
         slots = self.classes_per_user
         shape = (self.evaluation_writers_per_class, -(-len(classes) // slots), slots)
-        rng = np.random.default_rng([self.seed, _FIRST_WRITER[split]])
+        rng = np.random.default_rng([self.data_seed, _FIRST_WRITER[split]])
         # Each pass over the classes has a new order: writers differ in the company of a class.
         # The last writer of a pass has slots left over; what fills them does not count.
         passes = [np.resize(rng.permutation(classes), shape[1:]) for _ in range(shape[0])]
@@ -197,7 +201,7 @@ class Glyphs(Task):
 
         def draw_one(inputs):
             writer, *chosen = inputs
-            return _draw_writer(packed, self.seed, writer, slots, examples, *chosen)
+            return _draw_writer(packed, self.data_seed, writer, slots, examples, *chosen)
 
         # One by one: no writer's images depend, by an ulp, on who else is in the batch, and the
         # memory in use does not grow with their number.

@@ -3,22 +3,18 @@
 python -m tasks.preview --task=glyphs --output=glyphs.png
 """
 
-import os
-import pathlib
-import sys
 from collections.abc import Sequence
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from PIL import Image, ImageDraw, ImageFont
 
-from tasks import registry
+from tasks import flags as task_flags
 from tasks.task import Task
-from tff_dpfedemb import atomic
+from tff_dpfedemb import atomic, command_line
 
-_TASK = flags.DEFINE_enum("task", "glyphs", registry.names(), "Data set to show.")
+task_flags.define_task_flags()
 _OUTPUT = flags.DEFINE_string("output", "preview.png", "PNG file to write.")
-_NUM_USERS = flags.DEFINE_integer("num_users", None, "Training population; default: the task's.")
 _PREVIEW_USERS = flags.DEFINE_integer("preview_users", 8, "Rows: users shown.", lower_bound=1)
 _PREVIEW_IMAGES = flags.DEFINE_integer(
     "preview_images", 20, "Columns: images shown of each user, at most.", lower_bound=1
@@ -50,20 +46,22 @@ def user_rows(task: Task, split: str, num_rows: int) -> list[_Row]:
         examples = [(images.numpy(), class_ids.numpy()) for images, class_ids in loaded]
     else:
         held_out = task.evaluation_set(split)
-        users = np.unique(held_out.user_ids)
+        # Where images are nobody's, a row is a class.
+        owners = held_out.class_ids if held_out.user_ids is None else held_out.user_ids
+        users = np.unique(owners)
         users = users[np.unique(np.linspace(0, len(users) - 1, num_rows).astype(np.int64))]
         examples = [
-            (
-                held_out.images[held_out.user_ids == user],
-                held_out.class_ids[held_out.user_ids == user],
-            )
-            for user in users
+            (held_out.images[owners == user], held_out.class_ids[owners == user]) for user in users
         ]
+        if held_out.user_ids is None:
+            return [
+                (f"class {user}", images, class_ids)
+                for user, (images, class_ids) in zip(users, examples, strict=True)
+            ]
     rows = []
     for user, (images, class_ids) in zip(users, examples, strict=True):
         order = np.argsort(class_ids, kind="stable")
-        name = user.decode() if isinstance(user, bytes) else str(user)
-        rows.append((name, images[order], class_ids[order]))
+        rows.append((task.user_name(user), images[order], class_ids[order]))
     return rows
 
 
@@ -106,39 +104,23 @@ def contact_sheet(title: str, rows: Sequence[_Row], max_images: int) -> Image.Im
     return sheet
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> int:
     """Writes the contact sheet that the flags ask for."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    output = pathlib.Path(_OUTPUT.value)
-    options = {} if _NUM_USERS.value is None else {"num_users": _NUM_USERS.value}
+    command_line.be_quiet()
+    problems = command_line.Problems()
+    task = problems.attempt(task_flags.build_task)
+    problems.exit_if_any()
+    output = _OUTPUT.value
     try:
-        if len(argv) > 1:
-            raise ValueError(f"only flags are accepted, got {argv[1]!r}.")
-        with atomic.replacing(str(output)) as new:  # Before the work, to fail early.
-            task = registry.build(_TASK.value, **options)
+        with atomic.replacing(output) as new:  # Before the work, to fail early.
             rows = user_rows(task, _SPLIT.value, _PREVIEW_USERS.value)
             title = f"{task.name}, {_SPLIT.value}: {len(rows)} users"
             contact_sheet(title, rows, _PREVIEW_IMAGES.value).save(new, "PNG")
     except OSError as error:
-        _fail(f"--output={output} cannot be written: {error.strerror}.")
-    except ValueError as error:
-        _fail(str(error))
+        command_line.fail(f"error: --output={output}: cannot be written: {error.strerror}")
     print(f"Wrote {output}")
-
-
-def _parse(argv: Sequence[str]) -> list[str]:
-    """Parses flags; bad ones end the program with status 2."""
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> None:
-    """Ends the program with one line and status 2."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+    return command_line.DONE
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    command_line.run(main)

@@ -17,15 +17,17 @@ class EvaluationSet:
     """Labelled images that no private training has seen.
 
     Attributes:
-        images: uint8 array of shape (n, height, width, channels).
+        images: uint8 array of shape (n, height, width, channels), or what is read like one where
+            it is sliced, so that large sets need not be in memory.
         class_ids: int64 array of shape (n,).
-        user_ids: array of shape (n,), the user each image is from; integers or bytes.
+        user_ids: array of shape (n,), the user each image is from, integers or bytes; None where
+            the images are of nobody.
         description: One line that says what the set holds, for reports.
     """
 
     images: np.ndarray
     class_ids: np.ndarray
-    user_ids: np.ndarray
+    user_ids: np.ndarray | None
     description: str
 
 
@@ -37,13 +39,24 @@ class Task(abc.ABC):
         image_shape: (height, width, channels) of every image the task yields.
         num_users: How many users can be sampled for training.
         num_train_classes: How many classes the training users' examples come from: the most that
-            one virtual client can hold.
+            one virtual client can hold. Their ids are 0 to this number, less one.
+        has_users: Whether the data say whose images they are. Without, `num_users` counts arbitrary
+            groups of images, and no user-level privacy can be had.
     """
 
     name: str
     image_shape: tuple[int, int, int]
     num_users: int
     num_train_classes: int
+    has_users: bool = True
+
+    @classmethod
+    def published_users(cls) -> int | None:
+        """The number of users by which privacy is accounted where none is stated, None for none.
+
+        Public, so never a count of the data at hand. Subclasses may take options of theirs.
+        """
+        return None
 
     @property
     @abc.abstractmethod
@@ -71,8 +84,13 @@ class Task(abc.ABC):
 
         Returns:
             images, a uint8 tensor of shape (n,) + `image_shape`, and class_ids, an int64 tensor of
-            shape (n,), the users' examples one user after another.
+            shape (n,) with values in [0, num_train_classes), the users' examples one user after
+            another.
         """
+
+    def user_name(self, user_id: Any) -> str:
+        """How a user is called in pictures and reports."""
+        return user_id.decode() if isinstance(user_id, bytes) else str(user_id)
 
     @abc.abstractmethod
     def evaluation_set(self, split: str) -> EvaluationSet:

@@ -11,12 +11,13 @@ import os
 
 from absl import flags
 
-from tff_dpfedemb import run_flags
+from tasks import flags as task_flags
+from tff_dpfedemb import command_line
 
 FLAGS = flags.FLAGS
 
-run_flags.define_task_flags()
-flags.adopt_module_key_flags(run_flags)
+task_flags.define_task_flags()
+flags.adopt_module_key_flags(task_flags)
 flags.DEFINE_string("model", None, "Folder of an exported model (SavedModel). Required.")
 flags.DEFINE_enum("split", "test", ["validation", "test"], "Which held-out classes.")
 flags.DEFINE_bool("json", False, "Print JSON instead of a table.")
@@ -24,8 +25,8 @@ flags.DEFINE_bool("json", False, "Print JSON instead of a table.")
 
 def main() -> int:
     """Checks the flags, then evaluates."""
-    problems = run_flags.Problems()
-    task = problems.attempt(run_flags.build_task)
+    problems = command_line.Problems()
+    task = problems.attempt(task_flags.build_task)
     problems.require(FLAGS.model is not None, "model: is missing; accepted are exported models")
     if FLAGS.model is not None:
         problems.require(
@@ -35,19 +36,19 @@ def main() -> int:
         )
     problems.exit_if_any()
 
-    run_flags.be_quiet()
+    command_line.be_quiet()
     from tff_dpfedemb.evaluation import evaluator, report
 
     try:
         evaluation = evaluator.evaluate_export(FLAGS.model, task, FLAGS.split)
     except ValueError as error:
-        run_flags.fail(f"error: --{error}")
+        command_line.fail(f"error: --{error}")
     if FLAGS.json:
         print(json.dumps(evaluation, indent=2, allow_nan=False))
     else:
         print(report.format_table(evaluation))
-    return run_flags.DONE
+    return command_line.DONE
 
 
 if __name__ == "__main__":
-    run_flags.run(main)
+    command_line.run(main)

@@ -11,25 +11,46 @@ import json
 import os
 import signal
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from tasks import flags as task_flags
 from tasks.task import Task
-from tff_dpfedemb import run_flags
+from tff_dpfedemb import command_line, run_flags
 from tff_dpfedemb.algorithms.hyperparameters import ClientTraining, ServerStep
+from tff_dpfedemb.experiment import outcome
 from tff_dpfedemb.experiment import run_folder as run_folder_lib
-from tff_dpfedemb.models import backbones
 from tff_dpfedemb.privacy.plan import PrivacyPlan
+
+if TYPE_CHECKING:
+    from tff_dpfedemb.models.embedding_model import EmbeddingModel
+    from tff_dpfedemb.models.pretrained import InitialWeights
 
 FLAGS = flags.FLAGS
 
-run_flags.define_task_flags()
+_METHODS = {
+    "dp_fedemb": "DP-FedEmb (Xu et al., CVPR 2023)",
+    "fedavg": "DP federated averaging, head included",
+}
+
+task_flags.define_task_flags()
 run_flags.define_plan_flags()
-flags.DEFINE_enum("model_backbone", "small_cnn", backbones.names(), "The backbone.")
-flags.DEFINE_integer("embedding_dim", 128, "Length of the embedding.")
+run_flags.define_model_flags()
+run_flags.define_run_flags()
+for module in (task_flags, run_flags):
+    flags.adopt_module_key_flags(module)
+flags.DEFINE_enum(
+    "algorithm",
+    "dp_fedemb",
+    ["dp_fedemb", "fedavg"],
+    "dp_fedemb: private heads, only the backbone is aggregated. fedavg, the baseline: the whole "
+    "model with one head over all training classes is aggregated.",
+)
 flags.DEFINE_integer(
-    "head_size", 0, "Classes that a private head can tell apart; 0 for as many as are needed."
+    "head_size",
+    0,
+    "dp_fedemb: classes that a private head can tell apart; 0 for as many as are needed.",
 )
 flags.DEFINE_float("client_lr", 0.05, "SGD learning rate of the backbone on a virtual client.")
 flags.DEFINE_float("client_momentum", 0.9, "SGD momentum on a virtual client.")
@@ -47,14 +68,13 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_float("server_lr", 0.5, "SGD learning rate of the server.")
 flags.DEFINE_float("server_momentum", 0.9, "SGD momentum of the server.")
-run_flags.define_optional(
+command_line.define_optional(
     flags.IntegerParser(lower_bound=0),
     "seed",
     None,
     "Seed of cohorts, initial weights and local training. Who knows it knows who took part. none: "
     "drawn once and kept in a file that only you can read.",
 )
-flags.adopt_module_key_flags(run_flags)
 flags.DEFINE_integer("rounds_per_eval", 10, "Rounds between validations; 0 for none.")
 flags.DEFINE_integer(
     "rounds_per_checkpoint",
@@ -68,19 +88,6 @@ flags.DEFINE_bool(
     "Whether figures of the training users (loss, accuracy, ...), which the privacy statement does "
     "not cover, are shown and written.",
 )
-flags.DEFINE_string("output_dir", "runs", "Folder of runs.")
-flags.DEFINE_string("experiment_name", "default", "The run's folder in --output_dir.")
-flags.DEFINE_bool("dry_run", False, "Check everything, say what would be done, write nothing.")
-
-# Flags that do not change what a run computes or releases, and the seed, which is kept apart: the
-# others may be read by anybody.
-_NOT_OF_THE_RUN = ("output_dir", "experiment_name", "dry_run", "seed")
-
-
-def _defining_flags() -> dict[str, Any]:
-    """The flags that make a run what it is."""
-    ours = FLAGS.get_key_flags_for_module(sys.modules[__name__])
-    return {f.name: f.value for f in ours if f.name not in _NOT_OF_THE_RUN}
 
 
 def _build_training() -> ClientTraining:
@@ -97,39 +104,61 @@ def _build_training() -> ClientTraining:
 
 
 def _largest_head(task: Task) -> int:
-    """The most classes that one virtual client can hold."""
+    """The most classes that a head must tell apart."""
+    if FLAGS.algorithm == "fedavg":
+        return task.num_train_classes
     return min(task.num_train_classes, FLAGS.max_examples_per_client)
+
+
+def _note_population(task: Task, population: int) -> None:
+    """Says so where the data hold another number of users than the one that is accounted."""
+    if task.num_users != population:
+        print(
+            f"note: the data hold {task.num_users:,} users; accounted is the stated population of "
+            f"{population:,} (--num_users), by which each takes part with probability V*m/N.",
+            file=sys.stderr,
+        )
 
 
 def main() -> int:
     """Checks everything, then trains, exports, evaluates and states the privacy."""
-    problems = run_flags.Problems()
-    task = problems.attempt(run_flags.build_task)
-    plan = problems.attempt(run_flags.build_plan)
+    problems = command_line.Problems()
+    task = problems.attempt(task_flags.build_task)
+    population = problems.attempt(task_flags.population)
+    # Where the population is what is wrong, the rest is still checked.
+    plan = problems.attempt(lambda: run_flags.build_plan(population or 10**9))
     training = problems.attempt(_build_training)
     server = problems.attempt(lambda: ServerStep(FLAGS.server_lr, FLAGS.server_momentum))
-    name = FLAGS.experiment_name
-    folder = run_folder_lib.RunFolder(os.path.join(FLAGS.output_dir, name))
-    flag_values = _defining_flags()
-    problems.require(
-        name == os.path.basename(name) and name not in ("", ".", "..") and len(name) <= 200,
-        f"experiment_name={name!r}: accepted are names without a path, of at most 200 letters",
-    )
-    for flag, least in (("embedding_dim", 1), ("rounds_per_eval", 0), ("rounds_per_checkpoint", 1)):
+    folder = run_flags.check_run_folder(problems)
+    for flag, least in (("rounds_per_eval", 0), ("rounds_per_checkpoint", 1)):
         problems.require(
             FLAGS[flag].value >= least,
             f"{flag}={FLAGS[flag].value}: accepted are whole numbers of at least {least}",
         )
+    problems.attempt(lambda: run_flags.check_model(task))
     if task is not None:
-        problems.attempt(lambda: backbones.check(FLAGS.model_backbone, task.image_shape))
+        problems.require(
+            task.has_users,
+            f"task={FLAGS.task}: these data do not say whose images they are, so nothing can be "
+            "private at user level; accepted are data with users, or run_centralized",
+        )
         problems.require(
             FLAGS.head_size == 0 or FLAGS.head_size >= _largest_head(task),
             f"head_size={FLAGS.head_size}: a virtual client can hold {_largest_head(task)} "
             "classes; accepted are at least that many, or 0 for as many as are needed",
         )
+        problems.require(
+            FLAGS.head_size == 0 or FLAGS.algorithm != "fedavg",
+            f"head_size={FLAGS.head_size}: --algorithm=fedavg has a row for each training class; "
+            "accepted is 0",
+        )
+    flag_values = run_flags.defining_flags(sys.modules[__name__], task)
     problems.attempt(lambda: folder.check(flag_values, FLAGS.seed))
     problems.exit_if_any()
+    _note_population(task, plan.population)
 
+    command_line.be_quiet()
+    model, start = run_flags.build_model(problems, task, FLAGS.head_size or _largest_head(task))
     if FLAGS.dry_run:
         return _dry_run(task, plan, folder)
     # Ends like a SIGINT; the training loop ends its rounds in its own way.
@@ -137,12 +166,14 @@ def main() -> int:
     try:
         seed = problems.attempt(lambda: folder.open(flag_values, FLAGS.seed))
         problems.exit_if_any()
-        evaluation = _finished(plan, folder) or _train(task, plan, training, server, folder, seed)
+        evaluation = _finished(plan, folder) or _train(
+            task, plan, training, server, folder, seed, model, start
+        )
     except KeyboardInterrupt as error:
         message = str(error) or "Stopped; everything is saved. The same command goes on from there."
-        run_flags.leave(message, run_flags.RESUMABLE)
-    _report(folder, evaluation)
-    return run_flags.DONE
+        command_line.leave(message, command_line.RESUMABLE)
+    outcome.report(folder, evaluation)
+    return command_line.DONE
 
 
 def _dry_run(task: Task, plan: PrivacyPlan, folder: run_folder_lib.RunFolder) -> int:
@@ -152,7 +183,7 @@ def _dry_run(task: Task, plan: PrivacyPlan, folder: run_folder_lib.RunFolder) ->
     verb = "resume" if os.path.exists(folder.file("flags.json")) else "create"
     print(f"Would {verb} {folder.path}: task {task.name}, {plan.total_rounds} rounds.")
     print(statement_lib.in_words(statement_lib.make_statement(plan)))
-    return run_flags.DONE
+    return command_line.DONE
 
 
 def _finished(plan: PrivacyPlan, folder: run_folder_lib.RunFolder) -> dict[str, Any] | None:
@@ -166,23 +197,9 @@ def _finished(plan: PrivacyPlan, folder: run_folder_lib.RunFolder) -> dict[str, 
         if ledger.Ledger(folder.ledger, plan).num_rounds < plan.total_rounds:
             return None
     except ledger.LedgerError as error:
-        run_flags.fail(f"error: {error}")
+        command_line.fail(f"error: {error}")
     with open(folder.evaluation, encoding="utf-8") as file:
         return json.load(file)
-
-
-def _report(folder: run_folder_lib.RunFolder, evaluation: dict[str, Any]) -> None:
-    """Prints what came out."""
-    from tff_dpfedemb.evaluation import report
-    from tff_dpfedemb.privacy import statement
-
-    with open(folder.privacy, encoding="utf-8") as file:
-        made = json.load(file)
-    print(report.format_table(evaluation))
-    print()
-    print(statement.in_words(made))
-    print()
-    print(f"Model: {folder.export}  Statement: {folder.privacy}  Evaluation: {folder.evaluation}")
 
 
 def _train(
@@ -192,33 +209,38 @@ def _train(
     server: ServerStep,
     folder: run_folder_lib.RunFolder,
     seed: int,
+    model: "EmbeddingModel",
+    start: "InitialWeights | None",
 ) -> dict[str, Any]:
     """Trains in an open folder, states the privacy, exports; evaluates the export, last of all."""
-    run_flags.be_quiet()
-    import numpy as np
     import tensorflow_federated as tff
 
-    from tff_dpfedemb import atomic
-    from tff_dpfedemb.algorithms import dp_fedemb
+    from tff_dpfedemb.algorithms import dp_fedemb, fed_avg
     from tff_dpfedemb.data import virtual_clients
     from tff_dpfedemb.evaluation import evaluator
     from tff_dpfedemb.experiment import export as export_lib
     from tff_dpfedemb.experiment import training as training_lib
-    from tff_dpfedemb.models import embedding_model as embedding_model_lib
     from tff_dpfedemb.models import exported
     from tff_dpfedemb.privacy import aggregators, ledger
     from tff_dpfedemb.runtime import worker as worker_lib
 
+    worker_lib.forbid_stock_worker()
     init_seed = run_folder_lib.derive_public_seed(seed)
-    model = embedding_model_lib.EmbeddingModel(
-        backbone=FLAGS.model_backbone,
-        image_shape=task.image_shape,
-        embedding_dim=FLAGS.embedding_dim,
-        head_size=FLAGS.head_size or _largest_head(task),
-    )
     validation = evaluator.HeldOut(task, "validation")
+
+    def with_start(fresh: Any) -> Any:
+        # The baseline's head, which comes last, starts fresh.
+        head = fresh.trainable[len(start.trainable) :]
+        return tff.learning.models.ModelWeights((*start.trainable, *head), start.non_trainable)
+
+    def backbone_of(weights: Any) -> tuple[list[Any], list[Any]]:
+        # The baseline's head, which comes last, stays behind.
+        trained = weights.trainable[:-2] if FLAGS.algorithm == "fedavg" else weights.trainable
+        return list(trained), list(weights.non_trainable)
+
     with worker_lib.local_execution() as worker:
-        process = dp_fedemb.build_dp_fedemb(
+        build = fed_avg.build_fed_avg if FLAGS.algorithm == "fedavg" else dp_fedemb.build_dp_fedemb
+        process = build(
             model,
             training,
             virtual_clients.build_dataset_computation(task.load_users, task.user_id_dtype),
@@ -239,35 +261,38 @@ def _train(
                     rounds_per_eval=FLAGS.rounds_per_eval,
                     release_private_metrics=FLAGS.release_private_metrics,
                 ),
-                evaluate=lambda weights: validation.recalls(exported.with_weights(model, weights)),
+                evaluate=lambda weights: validation.recalls(
+                    exported.with_weights(model, *backbone_of(weights))
+                ),
+                start=None if start is None else with_start,
             )
             state, made = trainer.run()
-            weights = [np.asarray(w) for w in process.get_model_weights(state).trainable]
+            weights = backbone_of(process.get_model_weights(state))
         except training_lib.StoppedError as error:
-            run_flags.fail(str(error), run_flags.RESUMABLE)
+            command_line.fail(str(error), command_line.RESUMABLE)
         except ledger.LedgerError as error:
-            run_flags.fail(f"error: {error}")
+            command_line.fail(f"error: {error}")
         except worker_lib.WorkerDiedError as error:
-            run_flags.fail(
+            command_line.fail(
                 f"error: {error}\nThe same command goes on from the last checkpoint.",
-                run_flags.RESUMABLE,
+                command_line.RESUMABLE,
             )
 
     export_lib.export(
         folder.export,
         model,
-        weights,
+        *weights,
         init_seed=init_seed,
+        start=start,
+        method=_METHODS[FLAGS.algorithm],
         task_facts={"name": task.name, **task.describe()},
         statement=made,
     )
     try:
-        evaluation = evaluator.evaluate_export(folder.export, task, "test")
+        return outcome.evaluate(folder, task)
     except ValueError as error:
-        run_flags.fail(f"error: {error}", run_flags.FAILED)
-    atomic.write_json(folder.evaluation, evaluation)
-    return evaluation
+        command_line.fail(f"error: {error}", command_line.FAILED)
 
 
 if __name__ == "__main__":
-    run_flags.run(main)
+    command_line.run(main)

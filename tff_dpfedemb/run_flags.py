@@ -1,69 +1,23 @@
-"""The flags that the binaries share, and how they become objects. Imports nothing heavy.
+"""The flags that several binaries share, and how they become objects. Imports nothing heavy."""
 
-Everything is checked together, before any work: one line for each problem, exit status 2.
-"""
-
-import logging as standard_logging
 import os
 import re
 import sys
-import warnings
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from absl import app, flags, logging
+from absl import flags
 
-from tasks import registry
 from tasks.task import Task
+from tff_dpfedemb import command_line
+from tff_dpfedemb.experiment.run_folder import RunFolder
+from tff_dpfedemb.models import backbones
 from tff_dpfedemb.privacy import plan as plan_lib
 
-DONE, FAILED, BAD_INPUT, RESUMABLE = 0, 1, 2, 3
+if TYPE_CHECKING:
+    from tff_dpfedemb.models.embedding_model import EmbeddingModel
+    from tff_dpfedemb.models.pretrained import InitialWeights
 
 FLAGS = flags.FLAGS
-
-
-class _OptionalParser(flags.ArgumentParser):
-    """A number, or "none"."""
-
-    def __init__(self, parser: flags.ArgumentParser):
-        self._parser = parser
-        self.syntactic_help = f"{parser.syntactic_help}, or none"
-
-    def parse(self, argument: Any) -> Any:
-        """Parses a flag's value."""
-        if argument is None or str(argument).lower() == "none":
-            return None
-        return self._parser.parse(argument)
-
-    def flag_type(self) -> str:
-        """What the help calls it."""
-        return f"{self._parser.flag_type()} or none"
-
-
-class _OptionalSerializer(flags.ArgumentSerializer):
-    """Writes None as "none"."""
-
-    def serialize(self, value: Any) -> str:
-        """The text that parses to `value`."""
-        return "none" if value is None else str(value)
-
-
-def define_optional(parser: flags.ArgumentParser, name: str, default: Any, text: str) -> None:
-    """Defines a flag whose value may be "none"."""
-    flags.DEFINE(_OptionalParser(parser), name, default, text, serializer=_OptionalSerializer())
-
-
-def define_task_flags() -> None:
-    """Flags that name the data."""
-    flags.DEFINE_enum("task", "glyphs", registry.names(), "The data set.")
-    flags.DEFINE_integer(
-        "num_users", 1_000_000, "Population: how many users can take part; public information."
-    )
-    flags.DEFINE_integer("examples_per_user", 20, "glyphs: images of every user.")
-    flags.DEFINE_integer(
-        "classes_per_user", 5, "glyphs: classes of every user, each with an equal share of images."
-    )
-    flags.DEFINE_integer("data_seed", 0, "glyphs: seed from which the users' hands are drawn.")
 
 
 def define_plan_flags() -> None:
@@ -77,46 +31,30 @@ def define_plan_flags() -> None:
         "Users in a virtual client, on average. 1: every sampled user is a virtual client alone.",
     )
     flags.DEFINE_integer("total_rounds", 32, "Training rounds.")
-    define_optional(
+    command_line.define_optional(
         flags.FloatParser(), "clip_norm", 0.5, "C: L2 norm to which updates are clipped."
     )
     flags.DEFINE_float(
         "noise_multiplier", 0.9, "z: the noise on the sum of updates has standard deviation z * C."
     )
-    define_optional(
+    command_line.define_optional(
         flags.FloatParser(), "delta", None, "Failure probability; none for num_users^-1.1."
     )
     flags.DEFINE_enum("sampling", "poisson", plan_lib.SAMPLINGS, "How a round's users are drawn.")
 
 
-def build_task() -> Task:
-    """The task that the flags name.
-
-    Raises:
-        ValueError: One line for each problem, naming the flag.
-    """
-    try:
-        return registry.build(
-            FLAGS.task,
-            num_users=FLAGS.num_users,
-            examples_per_user=FLAGS.examples_per_user,
-            classes_per_user=FLAGS.classes_per_user,
-            seed=FLAGS.data_seed,
-        )
-    except ValueError as error:
-        # The task's argument for --data_seed is called seed.
-        raise ValueError(str(error).replace("seed must", "data_seed must")) from None
-
-
-def build_plan() -> plan_lib.PrivacyPlan:
+def build_plan(population: int) -> plan_lib.PrivacyPlan:
     """The privacy plan that the flags name.
+
+    Args:
+        population: The stated number of users.
 
     Raises:
         ValueError: One line for each problem.
     """
     try:
         return plan_lib.PrivacyPlan(
-            population=FLAGS.num_users,
+            population=population,
             virtual_clients_per_round=FLAGS.virtual_clients_per_round,
             virtual_client_size=FLAGS.virtual_client_size,
             total_rounds=FLAGS.total_rounds,
@@ -130,101 +68,110 @@ def build_plan() -> plan_lib.PrivacyPlan:
         raise ValueError(re.sub(r"\bpopulation(?=[=^])", "num_users", str(error))) from None
 
 
-class Problems:
-    """Collects what is wrong with the input, to say it all at once."""
+class _BackboneParser(flags.ArgumentParser):
+    """The name of a backbone, or a path."""
 
-    def __init__(self) -> None:
-        self._lines: dict[str, str] = {}  # One for each flag.
+    syntactic_help = f"{' or '.join(backbones.names())}, or the path of a saved Keras model"
 
-    def attempt(self, build: Callable[[], Any]) -> Any:
-        """The result of `build`, or None if it refuses its input."""
-        try:
-            return build()
-        except ValueError as error:
-            for line in str(error).splitlines():
-                self.require(False, line)
-            return None
-
-    def require(self, accepted: bool, line: str) -> None:
-        """Adds a line, which begins with the flag's name, unless it is accepted."""
-        if not accepted:
-            self._lines.setdefault(re.match(r"\w*", line)[0], line)
-
-    def exit_if_any(self) -> None:
-        """Says what is wrong and ends the program with status 2."""
-        if self._lines:
-            fail("\n".join(f"error: --{line}" for line in self._lines.values()))
+    def parse(self, argument: str) -> str:
+        """Parses the flag's value."""
+        if argument not in backbones.names() and not backbones.is_path(argument):
+            raise ValueError("is neither")
+        return argument
 
 
-def fail(message: str, status: int = BAD_INPUT) -> NoReturn:
-    """Ends the program with a message on standard error."""
-    print(message, file=sys.stderr)
-    sys.exit(status)
+def define_model_flags() -> None:
+    """Flags that name the model."""
+    flags.DEFINE(_BackboneParser(), "model_backbone", "small_cnn", "The backbone.")
+    command_line.define_optional(
+        flags.IntegerParser(),
+        "embedding_dim",
+        None,
+        "Length of the embedding; none for 128, or for that of the saved Keras model.",
+    )
+    flags.DEFINE_float("backbone_alpha", 1.0, "mobilenet_v2: width of the network.")
+    flags.DEFINE_bool("trainable_conv", True, "Whether convolutions are trained, or stay frozen.")
+    flags.DEFINE_bool("normalize_training", False, "L2-normalise embeddings in training too.")
+    flags.DEFINE_string(
+        "pretrained",
+        None,
+        "Weights to start from: an exported model's folder, or a Keras ImageNet weight file (.h5) "
+        "for mobilenet_v2 or resnet50. They must come from public data.",
+    )
 
 
-def leave(message: str, status: int) -> NoReturn:
-    """Ends the program at once, in the middle of a computation.
+def check_model(task: Task | None) -> None:
+    """Checks that the model that the flags name takes a task's images, where there is a task.
 
-    TFF waits for the worker in a thread that aborts the process if it wakes while the interpreter
-    shuts down, so the interpreter is not shut down.
+    Raises:
+        ValueError: One line.
     """
-    print(message, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    if FLAGS.embedding_dim is not None and FLAGS.embedding_dim < 1:
+        raise ValueError(
+            f"embedding_dim={FLAGS.embedding_dim}: accepted are whole numbers of at least 1, or "
+            "none"
+        )
+    if task is not None:
+        backbones.check(
+            FLAGS.model_backbone,
+            task.image_shape,
+            embedding_dim=FLAGS.embedding_dim,
+            alpha=FLAGS.backbone_alpha,
+        )
+    if FLAGS.pretrained is not None and not os.path.exists(FLAGS.pretrained):
+        raise ValueError(
+            f"pretrained={FLAGS.pretrained}: does not exist; accepted are exported models and "
+            "Keras weight files"
+        )
 
 
-def be_quiet() -> None:
-    """Keeps what TensorFlow and TFF say at import, which no user can act on, from the terminal."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    warnings.filterwarnings("ignore", message="pkg_resources is deprecated")
-    standard_logging.getLogger("tensorflow").setLevel(standard_logging.ERROR)
+def build_model(
+    problems: command_line.Problems, task: Task, head_size: int
+) -> "tuple[EmbeddingModel, InitialWeights | None]":
+    """The architecture that the flags name, and the weights to start from, None for fresh ones."""
+    from tff_dpfedemb.models import embedding_model, pretrained
+
+    model = embedding_model.EmbeddingModel(
+        backbone=FLAGS.model_backbone,
+        image_shape=task.image_shape,
+        embedding_dim=backbones.embedding_dim(FLAGS.model_backbone, FLAGS.embedding_dim),
+        head_size=head_size,
+        backbone_alpha=FLAGS.backbone_alpha,
+        trainable_conv=FLAGS.trainable_conv,
+        normalize_training=FLAGS.normalize_training,
+    )
+    start = problems.attempt(lambda: pretrained.start(model, FLAGS.pretrained))
+    problems.exit_if_any()
+    if start is not None and start.note:
+        print(f"note: {start.note}", file=sys.stderr)
+    return model, start
 
 
-def run(main: Callable[[], int]) -> NoReturn:
-    """Runs a binary: parses its flags and ends with the status that `main` returns.
-
-    Bad flags are a line each and status 2, --help is status 0.
-    """
-    # Not app.run: Keras builds layers wrongly where TensorFlow is first imported below it.
-    app.define_help_flags()
-    try:
-        problems = _parse(sys.argv[1:])
-    except SystemExit:
-        sys.exit(DONE)
-    if problems:
-        fail("\n".join(f"error: {line}" for line in problems))
-    logging.set_verbosity(logging.WARNING)
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        fail("Interrupted.", FAILED)
+def define_run_flags() -> None:
+    """Flags that name the folder of a run."""
+    flags.DEFINE_string("output_dir", "runs", "Folder of runs.")
+    flags.DEFINE_string("experiment_name", "default", "The run's folder in --output_dir.")
+    flags.DEFINE_bool("dry_run", False, "Check everything, say what would be done, write nothing.")
 
 
-def _parse(arguments: list[str]) -> list[str]:
-    """Parses flags; returns a line for each problem."""
-    try:
-        rest = FLAGS([sys.argv[0], *arguments])[1:]
-    except flags.Error as error:
-        # Parsing ends at the first problem: look at the flags one by one, with their values.
-        parts: list[list[str]] = []
-        for argument in arguments:
-            if not parts or re.match("--?[a-z]", argument) or "=" in parts[-1][0]:
-                parts.append([])
-            parts[-1].append(argument)
-        if len(parts) > 1:
-            return [line for part in parts for line in _parse(part)] or [str(error)]
-        return [_in_words(error)]
-    return [f"unexpected argument {a!r}: accepted are flags, --name=value" for a in rest]
+# Flags that do not change what a run computes or releases, and the seed, which is kept apart: the
+# others may be read by anybody.
+_NOT_OF_THE_RUN = ("output_dir", "experiment_name", "dry_run", "seed")
 
 
-def _in_words(error: flags.Error) -> str:
-    """A refused flag: its name, its value and what it accepts."""
-    refused = re.match(r"flag --(\w+)=(.*?): ", str(error))
-    if refused is None:
-        return str(error)
-    name, value = refused.groups()
-    parser = FLAGS[name].parser
-    choices = getattr(parser, "enum_values", ("true", "false"))
-    accepted = parser.syntactic_help or " or ".join(choices)
-    return f"--{name}={value}: accepted is {accepted}"
+def defining_flags(module: Any, task: Task | None) -> dict[str, Any]:
+    """The flags that make a run of a binary what it is, and a mark of its data."""
+    ours = FLAGS.get_key_flags_for_module(module)
+    values = {f.name: f.value for f in ours if f.name not in _NOT_OF_THE_RUN}
+    fingerprint = None if task is None else task.describe().get("fingerprint")
+    return values if fingerprint is None else {**values, "data_fingerprint": fingerprint}
+
+
+def check_run_folder(problems: command_line.Problems) -> RunFolder:
+    """The folder that the flags name, not yet looked at."""
+    name = FLAGS.experiment_name
+    problems.require(
+        name == os.path.basename(name) and name not in ("", ".", "..") and len(name) <= 200,
+        f"experiment_name={name!r}: accepted are names without a path, of at most 200 letters",
+    )
+    return RunFolder(os.path.join(FLAGS.output_dir, name))

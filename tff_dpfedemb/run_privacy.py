@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from tff_dpfedemb import run_flags
+from tff_dpfedemb import command_line, run_flags
 from tff_dpfedemb.privacy.plan import PrivacyPlan
 
 FLAGS = flags.FLAGS
@@ -64,9 +64,9 @@ def _of_flags(plan: PrivacyPlan) -> dict[str, Any]:
 
 def main() -> int:
     """Checks the flags, then accounts."""
-    problems = run_flags.Problems()
+    problems = command_line.Problems()
     if FLAGS.ledger is None:
-        plan = problems.attempt(run_flags.build_plan)
+        plan = problems.attempt(lambda: run_flags.build_plan(FLAGS.num_users))
         problems.exit_if_any()
         made = _of_flags(plan)
     else:
@@ -89,8 +89,8 @@ def main() -> int:
         print(statement_lib.summary(made))
         print()
         print(statement_lib.in_words(made))
-    return run_flags.DONE
+    return command_line.DONE
 
 
 if __name__ == "__main__":
-    run_flags.run(main)
+    command_line.run(main)

@@ -395,7 +395,7 @@ class InitialWeightsTest(absltest.TestCase):
                 layers = [tf.keras.layers.BatchNormalization(), tf.keras.layers.Flatten()]
                 return tf.keras.Sequential([tf.keras.Input(self.image_shape), *layers])
 
-        with self.assertRaisesRegex(ValueError, "weights that are not trained"):
+        with self.assertRaisesRegex(ValueError, "weights that are not trained by gradients"):
             _process(model=Normalised("lenet", _IMAGE_SHAPE, _DIM, _HEAD_SIZE))
 
 

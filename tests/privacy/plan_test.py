@@ -86,7 +86,7 @@ class PlanTest(parameterized.TestCase):
     def test_imports_nothing_heavy(self):
         code = (
             "import sys, tff_dpfedemb.privacy.plan as p;"
-            "p.PrivacyPlan(10, 2, 2, 1, 1.0, 1.0).sample(0, 0);"
+            "p.PrivacyPlan(10, 2, 2, 1, 1.0, 1.0).sample(0, 0, 10);"
             "assert not {'tensorflow', 'dp_accounting'} & set(sys.modules)"
         )
         subprocess.run([sys.executable, "-c", code], check=True)
@@ -105,7 +105,7 @@ class PlanTest(parameterized.TestCase):
         plan = make(
             population=population, virtual_clients_per_round=clients, virtual_client_size=size
         )
-        cohort = plan.sample(seed, round_number)
+        cohort = plan.sample(seed, round_number, plan.population)
         users = [user for virtual_client in cohort for user in virtual_client]
         self.assertLen(set(users), len(users), "a user is in two virtual clients")
         self.assertTrue(all(0 <= user < population for user in users))
@@ -115,7 +115,7 @@ class PlanTest(parameterized.TestCase):
             self.assertLess(len(cohort) - max(1, len(users)), 16)
         else:
             self.assertLen(cohort, clients)
-        again = plan.sample(seed, round_number)
+        again = plan.sample(seed, round_number, plan.population)
         self.assertEqual([c.tolist() for c in cohort], [c.tolist() for c in again])
 
 

@@ -53,8 +53,8 @@ class PurityTest(tf.test.TestCase):
         self.assertAllEqual(class_ids, eager_classes)
 
     def test_seed_changes_hands_and_classes(self):
-        images, class_ids = _by_user(glyphs.Glyphs(seed=0), [1, 2])
-        other_images, other_classes = _by_user(glyphs.Glyphs(seed=1), [1, 2])
+        images, class_ids = _by_user(glyphs.Glyphs(data_seed=0), [1, 2])
+        other_images, other_classes = _by_user(glyphs.Glyphs(data_seed=1), [1, 2])
         self.assertNotAllEqual(images, other_images)
         self.assertNotAllEqual(class_ids, other_classes)
 
@@ -74,7 +74,7 @@ class PurityTest(tf.test.TestCase):
 
     def test_all_bits_of_the_seed_count(self):
         seeds = [0, 1, 2**31, 2**32, 2**32 + 1, 2**62]
-        drawn = [_by_user(glyphs.Glyphs(seed=seed), [1])[0].tobytes() for seed in seeds]
+        drawn = [_by_user(glyphs.Glyphs(data_seed=seed), [1])[0].tobytes() for seed in seeds]
         self.assertLen(set(drawn), len(seeds))
 
     def test_no_writers(self):
@@ -241,7 +241,7 @@ class EvaluationTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_is_a_function_of_the_seed(self):
         first, again, other = (
-            glyphs.Glyphs(seed=seed).evaluation_set("validation") for seed in (3, 3, 4)
+            glyphs.Glyphs(data_seed=seed).evaluation_set("validation") for seed in (3, 3, 4)
         )
         self.assertAllEqual(first.images, again.images)
         self.assertAllEqual(first.class_ids, again.class_ids)
@@ -269,8 +269,8 @@ class ArgumentsTest(parameterized.TestCase):
         ({"num_users": 2**40 + 1}, "num_users must be"),
         ({"num_users": 1e6}, "num_users must be an integer"),
         ({"examples_per_user": 0}, "examples_per_user must be"),
-        ({"seed": -1}, "seed must be"),
-        ({"seed": 2**63}, "seed must be"),
+        ({"data_seed": -1}, "data_seed must be"),
+        ({"data_seed": 2**63}, "data_seed must be"),
         ({"classes_per_user": 21}, "classes_per_user must be an integer from 1 to 20, got 21"),
         ({"evaluation_writers_per_class": 0}, "evaluation_writers_per_class must be"),
         ({"evaluation_examples_per_writer": True}, "evaluation_examples_per_writer must be"),
@@ -280,8 +280,8 @@ class ArgumentsTest(parameterized.TestCase):
             glyphs.Glyphs(**arguments)
 
     def test_description_is_json_and_tells_data_sets_apart(self):
-        described = json.loads(json.dumps(glyphs.Glyphs(seed=5).describe()))
-        self.assertEqual(described["seed"], 5)
+        described = json.loads(json.dumps(glyphs.Glyphs(data_seed=5).describe()))
+        self.assertEqual(described["data_seed"], 5)
         self.assertEqual(sum(described["classes"].values()), described["shapes"]["distinct"])
         self.assertNotEqual(described, json.loads(json.dumps(glyphs.Glyphs().describe())))
 

@@ -1,4 +1,4 @@
-"""What one virtual client computes: the local training of DP-FedEmb, written once.
+"""What one virtual client computes: the local training, written once for all algorithms.
 
 Xu et al., "Learning to Generate Image Embeddings with User-level Differential Privacy", CVPR 2023.
 """
@@ -37,19 +37,25 @@ def build_client_update(
     model: embedding_model_lib.EmbeddingModel,
     training: ClientTraining,
     backbone: tf.keras.Model,
+    global_head: bool = False,
 ) -> Callable[..., tuple[tuple[tf.Tensor, ...], collections.OrderedDict]]:
     """Builds the local training of a virtual client.
 
     Args:
         model: The architecture.
         training: How to train.
-        backbone: A backbone of `model`, whose variables serve as working memory.
+        backbone: A backbone of `model`, whose variables serve as working memory; its frozen weights
+            are used as they are.
+        global_head: False: the head is private, fresh, over the virtual client's own classes, and
+            is thrown away. True: the head is over all training classes, comes with the backbone's
+            weights, and its delta leaves the virtual client with theirs.
 
     Returns:
         A `tf.function` (initial_weights, images, class_ids, seed) -> (delta, measurements):
-        initial_weights: the backbone's trainable weights, a sequence of float32 tensors;
+        initial_weights: the backbone's trainable weights, a sequence of float32 tensors, and after
+        them, where it is global, the head's kernel and bias;
         images: uint8, (n, height, width, channels), n >= 0; class_ids: int64, (n,); seed: int64,
-        (2,). delta: initial minus final backbone weights, all zero for an empty virtual client and
+        (2,). delta: initial minus final weights, all zero for an empty virtual client and
         where any of it, or its norm, is not finite. measurements: float32 scalars that may be
         summed over virtual clients.
     """
@@ -69,7 +75,16 @@ def build_client_update(
         return tf.reduce_mean(losses), tf.math.count_nonzero(hits, dtype=tf.float32)
 
     def embed(images):
-        return backbone(embedding_model_lib.preprocess(images), training=True)
+        return model.training_embeddings(backbone, images)
+
+    def look_up(class_ids):
+        """Labels, the number of classes, and whether the head has a row for each."""
+        if global_head:
+            labels, num_classes = tf.cast(class_ids, tf.int32), tf.constant(model.head_size)
+            return labels, num_classes, tf.reduce_all(labels < num_classes)
+        classes, labels = tf.unique(class_ids)
+        num_classes = tf.shape(classes)[0]
+        return labels, num_classes, num_classes <= model.head_size
 
     def specs(tensors):
         return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), tensors)
@@ -99,20 +114,24 @@ def build_client_update(
     @tf.function(autograph=True)
     def client_update(initial_weights, images, class_ids, seed):
         initial_weights = tuple(initial_weights)
-        for variable, value in zip(variables, initial_weights, strict=True):
+        initial_backbone = initial_weights[: len(variables)]
+        for variable, value in zip(variables, initial_backbone, strict=True):
             variable.assign(value)
 
         if tf.shape(class_ids)[0] > training.max_examples_per_client:
             kept = _permutation(_fold(seed, _KEEP), tf.shape(class_ids)[0])
             kept = tf.sort(kept[: training.max_examples_per_client])
             images, class_ids = tf.gather(images, kept), tf.gather(class_ids, kept)
-        classes, labels = tf.unique(class_ids)
-        n, num_classes = tf.shape(labels)[0], tf.shape(classes)[0]
-        within = tf.debugging.assert_less_equal(
-            num_classes, model.head_size, "a virtual client holds more classes than head_size"
-        )
+        labels, num_classes, fits = look_up(class_ids)
+        n = tf.shape(labels)[0]
+        within = tf.debugging.Assert(fits, ["a virtual client holds more classes than head_size"])
         with tf.control_dependencies([within]):
-            head = model.initial_head(_fold(seed, _HEAD))
+            if global_head:
+                head = embedding_model_lib.HeadWeights(
+                    *map(tf.identity, initial_weights[len(variables) :])
+                )
+            else:
+                head = model.initial_head(_fold(seed, _HEAD))
         if training.reconst_iters:
             head = reconstruct_head(head, num_classes, images, labels, seed)
 
@@ -143,10 +162,8 @@ def build_client_update(
                 loss_sum += loss * tf.cast(tf.shape(batch)[0], tf.float32)
                 correct_sum += correct
 
-        delta = tuple(
-            initial - variable.read_value()
-            for initial, variable in zip(initial_weights, variables, strict=True)
-        )
+        final = tuple(v.read_value() for v in variables) + (tuple(head) if global_head else ())
+        delta = tuple(a - b for a, b in zip(initial_weights, final, strict=True))
         norm = tf.linalg.global_norm(delta)
         # A norm that overflows would make clipping divide infinity by infinity.
         finite = tf.math.is_finite(norm)
@@ -163,7 +180,7 @@ def build_client_update(
             correct_sum=if_finite(correct_sum),
             examples_seen=if_finite(count(n * training.client_epochs_per_round)),
             examples=count(n),
-            classes=count(num_classes),
+            classes=count(tf.shape(tf.unique(labels)[0])[0]),
             update_norm_sum=if_finite(norm),
             non_finite=count(~finite),
             non_empty=count(n > 0),

@@ -86,3 +86,35 @@ class ServerStep:
                 "server_momentum": (0 <= self.server_momentum < 1, "numbers from 0 to below 1"),
             },
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class CentralTraining:
+    """How training in one place goes.
+
+    Attributes:
+        learning_rate: SGD learning rate at the start; it falls to 0 along a cosine.
+        momentum: SGD momentum, in [0, 1).
+        batch_size: Examples in a step.
+        total_steps: Steps until the end.
+
+    Raises:
+        ValueError: One line for each value that cannot be.
+    """
+
+    learning_rate: float
+    momentum: float
+    batch_size: int
+    total_steps: int
+
+    def __post_init__(self) -> None:
+        count = "whole numbers of at least 1"
+        _refusals(
+            self,
+            {
+                "learning_rate": (_is_rate(self.learning_rate), "numbers above 0"),
+                "momentum": (0 <= self.momentum < 1, "numbers from 0 to below 1"),
+                "batch_size": (self.batch_size >= 1, count),
+                "total_steps": (self.total_steps >= 1, count),
+            },
+        )

@@ -1,23 +1,42 @@
 """From images to L2-normalised embeddings."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 _NORM_TOLERANCE = 1e-3
+# Larger images are averaged down for the pixel baseline: a vector of all pixels of many images is
+# more than memory holds.
+_MAX_PIXELS = 32 * 32
 
 
-def raw_pixels(images: np.ndarray) -> np.ndarray:
+def raw_pixels(images: np.ndarray, batch_size: int = 256) -> np.ndarray:
     """The baseline that uses the pixels themselves as the embedding.
 
     Args:
-        images: uint8 array of shape (n, height, width, channels).
+        images: uint8 array of shape (n, height, width, channels), or what is sliced like one.
+            Where height times width is above 1,024, squares of pixels are averaged.
+        batch_size: Images that are read at once.
 
     Returns:
-        float32 array of shape (n, height * width * channels), values in [0, 1].
+        float32 array of shape (n, pixels * channels), values in [0, 1].
     """
-    return images.reshape(len(images), -1).astype(np.float32) / np.float32(255)
+    height, width = images.shape[1:3]
+    square = (
+        math.ceil(math.sqrt(height * width / _MAX_PIXELS)) if height * width > _MAX_PIXELS else 1
+    )
+    rows, columns = max(1, height // square), max(1, width // square)
+    batches = []
+    for start in range(0, images.shape[0], batch_size):
+        batch = np.asarray(images[start : start + batch_size], np.float32) / np.float32(255)
+        if square > 1:
+            batch = batch[:, : rows * square, : columns * square]
+            tiles = batch.reshape(len(batch), rows, square, columns, square, -1)
+            batch = tiles.mean(axis=(2, 4))
+        batches.append(batch.reshape(len(batch), -1))
+    return np.concatenate(batches)
 
 
 def l2_normalize(embeddings: np.ndarray) -> np.ndarray:
@@ -83,7 +102,8 @@ def embed(model_fn: Callable[[Any], Any], images: np.ndarray, batch_size: int = 
     Args:
         model_fn: A loaded SavedModel's callable: uint8 images of shape (b, height, width,
             channels) to float32 embeddings of shape (b, d) with unit L2 norm.
-        images: uint8 array of shape (n, height, width, channels), n >= 1.
+        images: uint8 array of shape (n, height, width, channels), n >= 1, or what is sliced like
+            one.
         batch_size: Images in one call, at least 1; the last call may have fewer.
 
     Returns:
@@ -92,8 +112,7 @@ def embed(model_fn: Callable[[Any], Any], images: np.ndarray, batch_size: int = 
     Raises:
         ValueError: If `images` or `batch_size` is unusable, or the model's output is not as above.
     """
-    images = np.asarray(images)
-    if images.dtype != np.uint8 or images.ndim != 4 or not len(images):
+    if images.dtype != np.uint8 or images.ndim != 4 or not images.shape[0]:
         raise ValueError(
             "images must be a non-empty uint8 array of shape (n, height, width, channels), "
             f"got {images.dtype} of shape {images.shape}"
@@ -101,7 +120,7 @@ def embed(model_fn: Callable[[Any], Any], images: np.ndarray, batch_size: int = 
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     batches = []
-    for start in range(0, len(images), batch_size):
+    for start in range(0, images.shape[0], batch_size):
         batch = images[start : start + batch_size]
         output = np.asarray(model_fn(batch))
         if output.ndim != 2 or len(output) != len(batch):

@@ -41,7 +41,7 @@ class HeldOut:
 
 
 def evaluate_export(path: str, task: Task, split: str) -> dict[str, Any]:
-    """Evaluates an exported model beside raw pixels and, where it is known, its untrained self.
+    """Evaluates an exported model beside raw pixels and, where they are known, its earlier selves.
 
     Args:
         path: A SavedModel that maps uint8 images to unit-norm embeddings.
@@ -65,8 +65,11 @@ def evaluate_export(path: str, task: Task, split: str) -> dict[str, Any]:
         embeddings = {"trained": embed_lib.embed(model_fn, held_out.images)}
     except ValueError as error:
         raise ValueError(f"model={path}: {error}") from None
-    untrained = exported.load_untrained(path)
-    if untrained is not None:
-        embeddings["untrained backbone"] = embed_lib.embed(untrained, held_out.images)
+    for name, model_fn in (
+        ("pretrained backbone", exported.load_initial(path)),
+        ("untrained backbone", exported.load_untrained(path)),
+    ):
+        if model_fn is not None:
+            embeddings[name] = embed_lib.embed(model_fn, held_out.images)
     embeddings["raw pixels"] = embed_lib.raw_pixels(held_out.images)
     return report_lib.evaluate(embeddings, held_out, FARS)

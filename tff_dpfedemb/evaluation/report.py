@@ -59,7 +59,7 @@ def evaluate(
             "description": evaluation_set.description,
             "num_images": len(class_ids),
             "num_classes": len(np.unique(class_ids)),
-            "num_users": len(np.unique(user_ids)),
+            "num_users": None if user_ids is None else len(np.unique(user_ids)),
         },
         "settings": {"fars": [float(far) for far in fars], "bootstrap": bootstrap, "seed": seed},
         "embeddings": results,
@@ -76,6 +76,7 @@ def format_table(report: Mapping[str, Any]) -> str:
         Lines without a trailing newline; a dash stands for what is undefined.
     """
     about = report["evaluation_set"]
+    users = "" if about["num_users"] is None else f", {about['num_users']} users"
     header = ["", *(f"recall@FAR={far:g}" for far in report["settings"]["fars"])]
     table = [[*header, "recall@1", "mAP"]]
     for name, result in report["embeddings"].items():
@@ -92,7 +93,7 @@ def format_table(report: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"{about['description']}: {about['num_images']} images, {about['num_classes']} "
-            f"classes, {about['num_users']} users; 95 % intervals over classes",
+            f"classes{users}; 95 % intervals over classes",
             *lines,
         ]
     )

@@ -9,20 +9,19 @@ import numpy as np
 
 from tff_dpfedemb import atomic
 from tff_dpfedemb.models import embedding_model as embedding_model_lib
-from tff_dpfedemb.models import exported
+from tff_dpfedemb.models import exported, pretrained
 from tff_dpfedemb.privacy import statement as statement_lib
 
 CARD = "MODEL_CARD.md"
 STATEMENT = "privacy.json"
 
 
-def _model_card(facts: Mapping[str, Any], statement: Mapping[str, Any]) -> str:
+def _model_card(method: str, facts: Mapping[str, Any], statement: Mapping[str, Any]) -> str:
     """The card: what the model is, how to use it, and what privacy it gives."""
     height, width, channels = facts["image_shape"]
     return f"""# Image embedding model ({facts["backbone"]}, {facts["num_weights"]:,} weights)
 
-Trained with DP-FedEmb (Xu et al., CVPR 2023) on the task `{facts["task"]["name"]}` for
-{statement["rounds"]} rounds.
+Trained by {method} on the task `{facts["task"]["name"]}`.
 
 - **Input** `images`: uint8, shape (n, {height}, {width}, {channels}), pixels as they are.
 - **Output** `embeddings`: float32, shape (n, {facts["embedding_dim"]}), each of L2 norm 1.
@@ -50,9 +49,12 @@ The same in numbers: `{STATEMENT}`.
 def export(
     path: str,
     model: embedding_model_lib.EmbeddingModel,
-    weights: Sequence[np.ndarray],
+    trainable: Sequence[np.ndarray],
+    frozen: Sequence[np.ndarray],
     *,
     init_seed: int,
+    start: pretrained.InitialWeights | None,
+    method: str,
     task_facts: Mapping[str, Any],
     statement: Mapping[str, Any],
 ) -> None:
@@ -61,13 +63,19 @@ def export(
     Args:
         path: The folder; an earlier export there is replaced.
         model: The architecture.
-        weights: The backbone's trainable weights.
+        trainable: The backbone's trainable weights.
+        frozen: The backbone's other weights.
         init_seed: Seed of the untrained backbone, by which it can be built again for comparison.
+        start: The weights that training started from, None for those of `init_seed`.
+        method: How it was trained, in words.
         task_facts: What `Task.describe` says, and the task's name.
         statement: The privacy statement.
     """
     with atomic.replacing(path) as new:
-        exported.with_weights(model, weights).save(new)
+        exported.with_weights(model, trainable, frozen).save(new)
+        if start is not None:
+            started = exported.with_weights(model, start.trainable, start.non_trainable)
+            started.save(os.path.join(new, exported.INITIAL))
         facts = exported.write_facts(new, model, init_seed, {"task": dict(task_facts)})
         atomic.write_json(os.path.join(new, STATEMENT), dict(statement))
-        atomic.write_text(os.path.join(new, CARD), _model_card(facts, statement))
+        atomic.write_text(os.path.join(new, CARD), _model_card(method, facts, statement))

@@ -20,16 +20,16 @@ class _Lines:
 
 
 class Progress:
-    """Shows rounds done, what the last one brought, and the time left."""
+    """Shows how much is done, what the last of it brought, and the time left."""
 
-    def __init__(self, total_rounds: int, done: int):
-        """Starts at `done` of `total_rounds` rounds."""
+    def __init__(self, total: int, done: int, unit: str = "round"):
+        """Starts at `done` of `total` units."""
         terminal = sys.stderr.isatty()
         self._bar = tqdm.tqdm(
-            total=total_rounds,
+            total=total,
             initial=done,
-            desc="round",
-            unit="round",
+            desc=unit,
+            unit=unit,
             file=sys.stderr if terminal else _Lines(),
             dynamic_ncols=terminal,
             mininterval=0.1 if terminal else 20,
@@ -37,10 +37,10 @@ class Progress:
             ascii=not terminal,
         )
 
-    def update(self, values: Mapping[str, str]) -> None:
-        """One round more, with what to show of it."""
+    def update(self, values: Mapping[str, str], more: int = 1) -> None:
+        """So many more, with what to show of them."""
         self._bar.set_postfix(values, refresh=False)
-        self._bar.update()
+        self._bar.update(more)
 
     def close(self) -> None:
         """Ends the bar's line."""

@@ -1,4 +1,4 @@
-"""How a run stops when it is asked to: after the round in hand, or at once when asked again."""
+"""How a run stops when it is asked to: after the work in hand, or at once when asked again."""
 
 import signal
 import sys
@@ -10,8 +10,8 @@ _WAKE_SECONDS = 0.5
 class StopRequest:
     """Watches SIGINT and SIGTERM while inside the block.
 
-    The first signal asks for a stop after the round in hand; the second raises KeyboardInterrupt,
-    which drops the round.
+    The first signal asks for a stop after the work in hand; the second raises KeyboardInterrupt,
+    which drops it.
 
     Attributes:
         requested: Whether a stop was asked for.
@@ -19,8 +19,10 @@ class StopRequest:
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, work: str = "round") -> None:
+        """Watches while `work` after `work` is done; the word is for messages."""
         self.requested = False
+        self._work = work
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -28,7 +30,8 @@ class StopRequest:
             raise KeyboardInterrupt
         self.requested = True
         print(
-            f"\n{signal.Signals(number).name}: stopping after this round; again drops the round.",
+            f"\n{signal.Signals(number).name}: stopping after this {self._work}; again drops the "
+            f"{self._work}.",
             file=sys.stderr,
             flush=True,
         )

@@ -1,16 +1,12 @@
 """The training loop: sample, record, compute, save, report; stops and resumes without loss."""
 
-import asyncio
 import collections
 import copy
 import dataclasses
-import glob
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import tensorflow_federated as tff
 from absl import logging
 
@@ -18,6 +14,7 @@ from tasks import task as task_lib
 from tff_dpfedemb import atomic
 from tff_dpfedemb.data import sampling, virtual_clients
 from tff_dpfedemb.experiment import checkpoints as checkpoints_lib
+from tff_dpfedemb.experiment import metrics as metrics_lib
 from tff_dpfedemb.experiment import progress as progress_lib
 from tff_dpfedemb.experiment import run_folder as run_folder_lib
 from tff_dpfedemb.experiment import stopping
@@ -89,6 +86,7 @@ class Trainer:
         worker: worker_lib.LocalWorker,
         options: LoopOptions,
         evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+        start: Callable[[Any], Any] | None = None,
     ):
         """Prepares a run.
 
@@ -100,23 +98,20 @@ class Trainer:
             seed: The secret seed of cohorts and local training.
             worker: The running worker of TFF's current context; restarted where it dies.
             options: What the loop does besides.
-            evaluate: From backbone weights to figures of held-out classes, by name.
+            evaluate: From TFF's model weights to figures of held-out classes, by name.
+            start: From the process' initial model weights to those that the run starts from.
         """
         self._process, self._task, self._plan = process, task, plan
         self._folder, self._seed, self._worker = folder, seed, worker
         self._options, self._evaluate = options, evaluate
+        self._start = start
         self.ledger = ledger_lib.Ledger(folder.ledger, plan)
         if self.ledger.repaired:
             logging.warning(
                 "The ledger's last line was torn by a crash; its round is counted as started."
             )
         self._checkpoints = checkpoints_lib.Checkpoints(folder.file("checkpoints"))
-        for name in glob.glob(glob.escape(folder.metrics) + "_temp*"):
-            os.remove(name)  # Half-written by a process that was killed.
-        self._csv = tff.program.CSVFileReleaseManager(
-            folder.metrics, save_mode=tff.program.CSVSaveMode.WRITE, key_fieldname="round"
-        )
-        self._tensorboard = tff.program.TensorBoardReleaseManager(folder.file("tensorboard"))
+        self._metrics = metrics_lib.Metrics(folder.metrics, folder.file("tensorboard"), "round")
         self._epsilon = _RunningEpsilon(self.ledger, plan)
         self._held_out: Mapping[str, float] = {}
 
@@ -143,7 +138,11 @@ class Trainer:
 
     def _load(self) -> tuple[Any, int]:
         """The newest state; stops where the ledger does not account for it."""
-        state, rounds = self._checkpoints.latest(self._process.initialize())
+        initial = self._process.initialize()
+        if self._start is not None:
+            fresh = self._process.get_model_weights(initial)
+            initial = self._process.set_model_weights(initial, self._start(fresh))
+        state, rounds = self._checkpoints.latest(initial)
         if rounds > self.ledger.num_rounds:
             raise ledger_lib.LedgerError(
                 f"{self.ledger.path}: has {self.ledger.num_rounds} rounds where the checkpoint has "
@@ -153,7 +152,7 @@ class Trainer:
 
     def _attempt(self, state: Any, number: int) -> Any:
         """Computes a round, recorded before it starts; a round whose worker died is tried again."""
-        cohort = self._plan.sample(self._seed, number)
+        cohort = self._plan.sample(self._seed, number, self._task.num_users)
         clients = virtual_clients.client_arguments(
             [self._task.user_ids(indices) for indices in cohort],
             sampling.client_seeds(self._seed, number, len(cohort)),
@@ -201,7 +200,7 @@ class Trainer:
                         output = self._attempt(state, done)
                         state, done = output.state, done + 1
                         values = self._measure(output.metrics, time.monotonic() - started)
-                        asyncio.run(self._csv.release(values, key=done - 1))
+                        self._metrics.write_row(values, done - 1)
                         # Before the evaluation: a round that is lost in it would be run again,
                         # which costs privacy.
                         if done % self._options.rounds_per_checkpoint == 0:
@@ -209,8 +208,8 @@ class Trainer:
                             saved = done
                         if held_out := self._validate(state, done):
                             values |= held_out
-                            asyncio.run(self._csv.release(values, key=done - 1))
-                        asyncio.run(self._tensorboard.release(values, key=done - 1))
+                            self._metrics.write_row(values, done - 1)
+                        self._metrics.write_events(values, done - 1)
                         progress.update(self._shown(values))
                 except KeyboardInterrupt:
                     stopped = KeyboardInterrupt
@@ -251,8 +250,7 @@ class Trainer:
         every = self._options.rounds_per_eval
         if self._evaluate is None or not every or done % every:
             return {}
-        weights = self._process.get_model_weights(state).trainable
-        self._held_out = self._evaluate([np.asarray(w) for w in weights])
+        self._held_out = self._evaluate(self._process.get_model_weights(state))
         return {f"validation/{k}": v for k, v in self._held_out.items()}
 
     def _shown(self, values: Mapping[str, float]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The embedding model: a backbone, which is aggregated, and a head, which never leaves a client."""
+"""The embedding model: a backbone, which is kept, and a head, which is there for training only."""
 
 import dataclasses
 from typing import NamedTuple
@@ -27,20 +27,46 @@ class EmbeddingModel:
     """What is trained: the architecture, without any weights.
 
     Attributes:
-        backbone: Name of the backbone, see `backbones.names()`.
+        backbone: Name of the backbone, see `backbones.names()`, or path of a saved Keras model.
         image_shape: (height, width, channels).
         embedding_dim: Length of the embedding.
-        head_size: The most classes that a private head may have.
+        head_size: The most classes that a head may have.
+        backbone_alpha: Width of the backbone, for those that have one.
+        trainable_conv: Whether convolutions are trained; otherwise they stay as they were.
+        normalize_training: Whether embeddings are L2-normalised in training, as at inference.
     """
 
     backbone: str
     image_shape: tuple[int, int, int]
     embedding_dim: int
     head_size: int
+    backbone_alpha: float = 1.0
+    trainable_conv: bool = True
+    normalize_training: bool = False
 
     def build_backbone(self, seed: int = 0) -> tf.keras.Model:
-        """A backbone with fresh weights; all of its weights are what the server aggregates."""
-        return backbones.build(self.backbone, self.image_shape, self.embedding_dim, seed)
+        """A backbone with fresh weights; its trainable ones are what the server aggregates."""
+        return backbones.build(
+            self.backbone,
+            self.image_shape,
+            self.embedding_dim,
+            seed,
+            self.backbone_alpha,
+            self.trainable_conv,
+        )
+
+    def training_embeddings(self, backbone: tf.keras.Model, images: tf.Tensor) -> tf.Tensor:
+        """What a head sees in training.
+
+        Args:
+            backbone: One that `build_backbone` built.
+            images: uint8 of shape (n, height, width, channels).
+
+        Returns:
+            float32 of shape (n, embedding_dim).
+        """
+        embeddings = backbone(preprocess(images), training=True)
+        return tf.math.l2_normalize(embeddings, axis=-1) if self.normalize_training else embeddings
 
     def initial_head(self, seed: tf.Tensor) -> HeadWeights:
         """A fresh head with a row for each class that a virtual client may hold.

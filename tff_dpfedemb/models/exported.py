@@ -10,9 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from tff_dpfedemb import atomic
+from tff_dpfedemb.models import backbones, keras_file
 from tff_dpfedemb.models import embedding_model as embedding_model_lib
 
 FACTS = "model.json"
+# The model that training started from, where that is not one of fresh weights.
+INITIAL = "initial"
 
 Embed = Callable[[Any], tf.Tensor]
 
@@ -55,11 +58,14 @@ class EmbeddingModule(tf.Module):
 
 
 def with_weights(
-    model: embedding_model_lib.EmbeddingModel, weights: Sequence[np.ndarray]
+    model: embedding_model_lib.EmbeddingModel,
+    trainable: Sequence[np.ndarray],
+    frozen: Sequence[np.ndarray] = (),
 ) -> EmbeddingModule:
-    """The embedding module of a model with given backbone weights."""
+    """The embedding module of a model with given backbone weights, trainable and others."""
     backbone = model.build_backbone()
-    for variable, value in zip(backbone.trainable_variables, weights, strict=True):
+    variables = [*backbone.trainable_variables, *backbone.non_trainable_variables]
+    for variable, value in zip(variables, [*trainable, *frozen], strict=True):
         variable.assign(value)
     return EmbeddingModule(backbone)
 
@@ -68,12 +74,18 @@ def write_facts(
     path: str, model: embedding_model_lib.EmbeddingModel, init_seed: int, more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Writes beside a SavedModel what it takes to build its untrained self; returns the facts."""
+    backbone = model.build_backbone()
     facts = {
         **dataclasses.asdict(model),
-        "num_weights": model.build_backbone().count_params(),
+        "num_weights": backbone.count_params(),
+        "num_trainable_weights": sum(v.shape.num_elements() for v in backbone.trainable_variables),
         "init_seed": init_seed,
         **more,
     }
+    if backbones.is_path(model.backbone):
+        # Where it lay is nobody's business.
+        facts["backbone"] = os.path.basename(os.path.normpath(model.backbone))
+        facts["backbone_sha256"] = keras_file.load(model.backbone).sha256
     atomic.write_json(os.path.join(path, FACTS), facts)
     return facts
 
@@ -111,24 +123,43 @@ def load(path: str) -> tuple[Embed, tuple[int | None, ...]]:
     return embed, tuple(specs[0].shape[1:])
 
 
-def load_untrained(path: str) -> Embed | None:
-    """The model at `path` as it was before training, or None where the folder does not tell.
+def read_facts(path: str) -> dict[str, Any] | None:
+    """What is written beside an exported model; None where nothing is.
 
     Raises:
-        ValueError: If what the folder tells is no model's.
+        ValueError: If what is written is no facts.
     """
     file_path = os.path.join(path, FACTS)
     try:
         with open(file_path, encoding="utf-8") as file:
-            facts = json.load(file)
-        model = embedding_model_lib.EmbeddingModel(
-            backbone=facts["backbone"],
-            image_shape=tuple(facts["image_shape"]),
-            embedding_dim=facts["embedding_dim"],
-            head_size=facts["head_size"],
-        )
-        return EmbeddingModule(model.build_backbone(facts["init_seed"]))
+            return dict(json.load(file))
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"model={path}: {file_path} is not of a model ({error!r})") from None
+
+
+def load_untrained(path: str) -> Embed | None:
+    """The model at `path` with fresh weights, or None where the folder does not tell.
+
+    Raises:
+        ValueError: If what the folder tells is no model's.
+    """
+    facts = read_facts(path)
+    if facts is None or "backbone_sha256" in facts:
+        return None
+    try:
+        fields = [f.name for f in dataclasses.fields(embedding_model_lib.EmbeddingModel)]
+        options = {name: facts[name] for name in fields}
+        options["image_shape"] = tuple(facts["image_shape"])
+        model = embedding_model_lib.EmbeddingModel(**options)
+        return EmbeddingModule(model.build_backbone(facts["init_seed"]))
+    except (ValueError, KeyError, TypeError) as error:
+        file_path = os.path.join(path, FACTS)
+        raise ValueError(f"model={path}: {file_path} is not of a model ({error!r})") from None
+
+
+def load_initial(path: str) -> Embed | None:
+    """The model that the one at `path` was trained from, where it is kept beside it."""
+    initial = os.path.join(path, INITIAL)
+    return load(initial)[0] if os.path.isdir(initial) else None

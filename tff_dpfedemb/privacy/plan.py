@@ -97,12 +97,14 @@ class PrivacyPlan:
         """z / s, the noise relative to the sensitivity."""
         return self.noise_multiplier / self.sensitivity_factor
 
-    def sample(self, seed: int, round_number: int) -> list[np.ndarray]:
+    def sample(self, seed: int, round_number: int, num_users: int) -> list[np.ndarray]:
         """The virtual clients of a round, each an int64 array of user indices.
 
         Args:
             seed: Secret, non-negative.
             round_number: In [0, total_rounds).
+            num_users: How many users there truly are. Each takes part with the probability that
+                follows from the stated population, so the guarantee does not depend on this.
 
         Returns:
             `virtual_clients_per_round` arrays, some possibly empty; with virtual_client_size 1
@@ -110,7 +112,7 @@ class PrivacyPlan:
         """
         alone = self.virtual_client_size == 1
         return sampling_lib.poisson_virtual_clients(
-            population=self.population,
+            population=num_users,
             sampling_probability=self.sampling_probability,
             num_bins=None if alone else self.virtual_clients_per_round,
             seed=seed,

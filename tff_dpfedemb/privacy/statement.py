@@ -13,14 +13,15 @@ from tff_dpfedemb.privacy.ledger import Ledger
 from tff_dpfedemb.privacy.plan import PrivacyPlan
 
 COVERED = (
-    "the sequence of backbone weights: every checkpoint and every export, and whatever is computed "
-    "from them",
+    "the sequence of aggregated weights (the backbone's, and those of a head where it is "
+    "aggregated too): every checkpoint and every export, and whatever is computed from them",
 )
 NOT_COVERED = (
     "training metrics, progress output and event files (loss, accuracy, examples, update norms)",
-    "the private heads, which never leave a virtual client",
+    "private heads, which never leave a virtual client",
     "who took part in a round, and the sampling seed: whoever learns it knows who took part",
     "held-out users' and held-out classes' images used for evaluation",
+    "the data behind pretrained starting weights, where there are any",
     "the choice of hyper-parameters on private data",
     "side channels of floating-point arithmetic, and the generators of noise (TensorFlow's) and "
     "cohorts (NumPy's), which are not cryptographic",
@@ -88,6 +89,19 @@ def make_statement(
         "accountant": accounting.ACCOUNTANT,
         "covered": list(COVERED) if private else [],
         "not_covered": list(NOT_COVERED),
+    }
+
+
+def make_central_statement() -> dict[str, Any]:
+    """The statement of a model that was trained on all images in one place."""
+    return {
+        "status": "final",
+        "training": "central",
+        "unit": "none",
+        "epsilon": "inf",
+        "delta": None,
+        "covered": [],
+        "not_covered": ["everything: all images were read in one place, nothing was noised"],
     }
 
 
@@ -180,6 +194,8 @@ def _sensitivity(s: Mapping[str, Any]) -> str:
 def in_words(statement: Mapping[str, Any]) -> str:
     """The statement as one paragraph of plain words."""
     s = statement
+    if s.get("training") == "central":
+        return f"{_promise(s)} Not covered: {'; '.join(s['not_covered'])}."
     parts = [_promise(s), _cohort(s), _mechanism(s)]
     if s["noise_multiplier"] > 0:
         parts.append(_sensitivity(s))

@@ -337,6 +337,22 @@ def local_execution(
         yield worker
 
 
+def forbid_stock_worker() -> None:
+    """Makes computations outside of `local_execution` fail, where TFF would start its own worker.
+
+    That one listens on all network interfaces; and it complains, unused, when Python ends.
+    """
+    import tensorflow_federated as tff
+
+    class Refusal(tff.framework.SyncContext):
+        """Computes nothing."""
+
+        def invoke(self, comp: Any, arg: Any) -> Any:
+            raise RuntimeError("TFF computations are run inside of local_execution only")
+
+    tff.framework.set_default_context(Refusal())
+
+
 def _usable_cores() -> int:
     """How many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
