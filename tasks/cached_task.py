@@ -76,6 +76,8 @@ class CachedTask(Task):
                 f"max_evaluation_images={max_evaluation_images}: accepted are whole numbers of at "
                 "least 1, or 0 for all"
             )
+        if data_seed < 0:
+            raise ValueError(f"data_seed={data_seed}: accepted are whole numbers of at least 0")
         if not cache:
             raise ValueError(
                 f"cache: is missing; --task={self.name} reads a folder that "

@@ -17,11 +17,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import tqdm
 
 from tasks import cached_task, preparation
 from tasks.image_cache import ExampleTable
-from tff_dpfedemb import atomic
+from tff_dpfedemb import atomic, progress
 
 _DATABASE = "emnist_all.sqlite"
 _URL = "https://storage.googleapis.com/tff-datasets-public/emnist_all.sqlite.lzma"
@@ -281,10 +280,15 @@ def _list(path: str, origin: str | None = None) -> list[preparation.Example]:
     return examples
 
 
-def _progress(iterable: Iterable[Any] | None, total: int, what: str, unit: str) -> tqdm.tqdm:
+def _progress(iterable: Iterable[Any] | None, total: int, what: str, unit: str) -> Any:
     """A progress bar, unless it would be gone at once."""
-    return tqdm.tqdm(
-        iterable, what, total, unit=unit, unit_scale=True, disable=total < _LEAST_PROGRESS
+    return progress.bar(
+        total=total,
+        desc=what,
+        unit=unit,
+        iterable=iterable,
+        scale=True,
+        shown=total >= _LEAST_PROGRESS,
     )
 
 

@@ -8,10 +8,10 @@ import os
 import re
 from typing import Any, ClassVar
 
-import tqdm
 from absl import logging
 
 from tasks import archives, federated_vision, preparation
+from tff_dpfedemb import progress
 
 _ZIP = "landmarks-user-160k.zip"
 _ZIP_MD5 = "53c36bd7d5fc12f927af2820b7e4a57c"
@@ -148,7 +148,9 @@ def _find_images(
     places = source.find_images(names)
     checked = []
     shards = source.find_files(_SHARD)
-    for shard in tqdm.tqdm(shards, desc="tars", unit="tar", disable=len(shards) < 10):
+    for shard in progress.bar(
+        iterable=shards, total=len(shards), desc="tars", unit="tar", shown=len(shards) >= 10
+    ):
         if len(places) == len(names):
             break
         if md5 := _published_md5(shard):

@@ -12,17 +12,15 @@ import itertools
 import math
 import os
 import sqlite3
-import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
 import numpy as np
-import tqdm
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from tasks import image_cache
-from tff_dpfedemb import atomic
+from tff_dpfedemb import atomic, progress
 
 PROBLEMS = "problems.csv"
 
@@ -32,6 +30,8 @@ _MISSING, _CORRUPT = "missing", "undecodable"
 _BATCH = 512
 # SQLite's largest: an image crosses few page borders.
 _PAGE_BYTES = 65536
+# Reading less is over before a bar would be looked at.
+_SLOW_BYTES = 1 << 28
 # Images of nobody are drawn by training in groups of about so many.
 _GROUP_SIZE = 64
 
@@ -96,12 +96,12 @@ def verify_md5(path: str, expected: str, accept_mismatch: bool = False) -> dict[
     size = os.path.getsize(path)
     with (
         open(path, "rb") as file,
-        tqdm.tqdm(
+        progress.bar(
             total=size,
             desc=f"md5 of {os.path.basename(path)}",
             unit="B",
-            unit_scale=True,
-            disable=size < 1 << 28,
+            scale=True,
+            shown=size >= _SLOW_BYTES,
         ) as bar,
     ):
         while block := file.read(1 << 20):
@@ -450,18 +450,9 @@ def _read_images(database: sqlite3.Connection, catalogue: _Catalogue, workers: i
         for item in itertools.chain(*items.values()):
             yield item, _raise_missing
 
-    terminal = sys.stderr.isatty()
     with (
         futures.ThreadPoolExecutor(workers) as pool,
-        tqdm.tqdm(
-            total=len(catalogue.rows),
-            initial=len(done),
-            desc="images",
-            unit="image",
-            mininterval=0.1 if terminal else 20,
-            maxinterval=10 if terminal else 60,
-            ascii=not terminal,
-        ) as bar,
+        progress.bar(total=len(catalogue.rows), done=len(done), desc="images", unit="image") as bar,
     ):
         for batch in _batches(sources(), _BATCH):
             results = list(pool.map(lambda pair: convert(*pair), batch))

@@ -7,6 +7,7 @@ resumable, 1 anything else.
 """
 
 import os
+import signal
 import sys
 
 from absl import flags
@@ -68,6 +69,9 @@ def main() -> int:
         f"workers={FLAGS.workers}: accepted are whole numbers of at least 1",
     )
     problems.exit_if_any()
+    command_line.be_quiet()
+    # Ends like a SIGINT.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _prepare(problems)
     except preparation.TooManyProblemsError as error:
@@ -90,7 +94,7 @@ def _prepare(problems: command_line.Problems) -> int:
     task = task_flags.task_class()
     options = task_flags.options() | {
         name: FLAGS[name].value
-        for name in ("accept_checksum_mismatch", "manifest", "tfds_download")
+        for name in ("source", "accept_checksum_mismatch", "manifest", "tfds_download")
         if FLAGS[name].value is not None
     }
     name = problems.attempt(lambda: registry.call(task.cache_name, options))
@@ -99,7 +103,7 @@ def _prepare(problems: command_line.Problems) -> int:
     path = os.path.join(FLAGS.cache, name)
     if task.licence:
         print(f"Licence: {task.licence}", file=sys.stderr)
-    listing = registry.call(task.list_source, options, FLAGS.source)
+    listing = registry.call(task.list_source, options)
     if FLAGS.dry_run:
         print(f"Would prepare {len(listing.examples):,} images of {shape} in {path}.")
         return command_line.DONE

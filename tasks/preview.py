@@ -114,7 +114,7 @@ def main() -> int:
     try:
         with atomic.replacing(output) as new:  # Before the work, to fail early.
             rows = user_rows(task, _SPLIT.value, _PREVIEW_USERS.value)
-            title = f"{task.name}, {_SPLIT.value}: {len(rows)} users"
+            title = f"{task.name}, {_SPLIT.value}"
             contact_sheet(title, rows, _PREVIEW_IMAGES.value).save(new, "PNG")
     except OSError as error:
         command_line.fail(f"error: --output={output}: cannot be written: {error.strerror}")

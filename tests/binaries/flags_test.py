@@ -252,6 +252,68 @@ _REFUSED = {
 }
 
 
+_REFUSED |= {
+    "no_cache": ("run_federated", ["--task=emnist"], [["--cache: is missing", "tasks.prepare"]]),
+    "not_prepared": (
+        "run_evaluation",
+        ["--task=landmarks", "--cache=holiday", "--landmarks_split=gld23k", "--model=empty"],
+        [
+            ["--cache=holiday", "landmarks-gld23k-224 is not there", "tasks.prepare"],
+            ["--model=empty"],
+        ],
+    ),
+    "of_another_task": (
+        "run_federated",
+        ["--task=emnist", "--cache=holiday", "--examples_per_user=3", "--tfds_name=mnist"],
+        [
+            ["--examples_per_user=3", "--task=emnist does not take it"],
+            ["--tfds_name=mnist", "--task=emnist does not take it"],
+        ],
+    ),
+    "no_population": (
+        "run_federated",
+        ["--task=image_folder", "--cache=holiday"],
+        [["--cache=holiday", "is not there"], ["--num_users: is missing", "state it"]],
+    ),
+    "no_such_weights": (
+        "run_federated",
+        ["--pretrained=nowhere"],
+        [["--pretrained=nowhere", "does not exist"]],
+    ),
+    "head_of_fedavg": (
+        "run_federated",
+        ["--algorithm=fedavg", "--head_size=700"],
+        [["--head_size=700", "fedavg"]],
+    ),
+    "width_of_lenet": (
+        "run_centralized",
+        ["--model_backbone=lenet", "--backbone_alpha=0.5"],
+        [["--backbone_alpha=0.5", "accepted is 1"]],
+    ),
+    "backbone_too_large": (
+        "run_centralized",
+        ["--model_backbone=mobilenet_v2"],
+        [["--model_backbone='mobilenet_v2'", "at least 32 x 32", "not 28 x 28"]],
+    ),
+    "central": (
+        "run_centralized",
+        ["--learning_rate=0", "--momentum=1", "--total_steps=0", "--batch_size=-1", "--seed=-1"],
+        [
+            ["--learning_rate=0", "above 0"],
+            ["--momentum=1", "below 1"],
+            ["--total_steps=0", "at least 1"],
+            ["--batch_size=-1", "at least 1"],
+            ["--seed=-1", "from 0"],
+        ],
+    ),
+    "central_folder": (
+        "run_centralized",
+        ["--output_dir=.", "--experiment_name=holiday"],
+        [["--experiment_name", "holds something that is not a run"]],
+    ),
+}
+
+
 class RefusalTest(parameterized.TestCase):
     """Bad input is named, all of it, before anything is loaded or written."""
 
@@ -318,6 +380,11 @@ class HelpTest(parameterized.TestCase):
             "noise_multiplier delta sampling ledger json",
         ),
         ("run_evaluation", "task num_users model split json"),
+        (
+            "run_centralized",
+            "task cache model_backbone embedding_dim pretrained learning_rate momentum batch_size "
+            "total_steps seed output_dir experiment_name dry_run",
+        ),
     )
     def test_names_the_flags(self, binary: str, names: str) -> None:
         done = _run(binary, "--help", folder=self.enterContext(tempfile.TemporaryDirectory()))

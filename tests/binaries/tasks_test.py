@@ -78,7 +78,6 @@ class WholeTest(parameterized.TestCase):
             "tasks.prepare",
             *data,
             f"--source={source}",
-            "--accept_checksum_mismatch",
             "--allow_missing=0.2",
         )
         self.assertRegex(prepared.stdout, r"images listed: .* prepared")

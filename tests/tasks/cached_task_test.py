@@ -141,6 +141,7 @@ class CachedTaskTest(parameterized.TestCase):
         ({"cache": ""}, "^cache: is missing"),
         ({"cache": "/nonexistent"}, "^cache=/nonexistent: .* is not there; prepare it with"),
         ({"max_evaluation_images": -1}, "^max_evaluation_images=-1"),
+        ({"data_seed": -1}, "^data_seed=-1: accepted are"),
     )
     def test_says_what_is_wrong(self, options, message):
         with self.assertRaisesRegex(ValueError, message) as caught:

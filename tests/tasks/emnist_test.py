@@ -150,9 +150,10 @@ class EmnistSourceTest(parameterized.TestCase):
         with self.assertRaises(ValueError):
             listing.read(image)
 
-    def test_a_level_slightly_off_is_read_as_the_level(self):
+    @parameterized.parameters(99.8, 100.2)
+    def test_a_level_slightly_off_is_read_as_the_level(self, level):
         path = fixture.write(self.folder, writers=2).path
-        _set_first_row(path, 1, [100.2 / 255] * 784)
+        _set_first_row(path, 1, [level / 255] * 784)
         listing = emnist.Emnist.list_source(self.folder)
         (image,) = (e.image for e in listing.examples if e.image.endswith("/1"))
         self.assertTrue(np.all(listing.read(image) == 100))

@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tasks import task as task_lib
+from tff_dpfedemb import progress as progress_lib
 from tff_dpfedemb.algorithms import centralized
 from tff_dpfedemb.experiment import metrics as metrics_lib
-from tff_dpfedemb.experiment import progress as progress_lib
 from tff_dpfedemb.experiment import run_folder as run_folder_lib
 from tff_dpfedemb.experiment import stopping
 

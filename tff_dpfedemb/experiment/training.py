@@ -12,10 +12,10 @@ from absl import logging
 
 from tasks import task as task_lib
 from tff_dpfedemb import atomic
+from tff_dpfedemb import progress as progress_lib
 from tff_dpfedemb.data import sampling, virtual_clients
 from tff_dpfedemb.experiment import checkpoints as checkpoints_lib
 from tff_dpfedemb.experiment import metrics as metrics_lib
-from tff_dpfedemb.experiment import progress as progress_lib
 from tff_dpfedemb.experiment import run_folder as run_folder_lib
 from tff_dpfedemb.experiment import stopping
 from tff_dpfedemb.privacy import ledger as ledger_lib
