@@ -117,7 +117,7 @@ def _training_seconds(load: Callable[[Any], Any], cohorts: list[np.ndarray]) -> 
     for cohort in cohorts:
         images, class_ids = load(cohort)
         start = time.perf_counter()
-        update(weights, images, class_ids, tf.constant([0, 1], tf.int64))
+        update(weights, (), images, class_ids, tf.constant([0, 1], tf.int64))
         seconds.append(time.perf_counter() - start)
     return seconds[1:]
 

@@ -38,6 +38,7 @@ def _update(training=_TRAINING):
     update = client_update.build_client_update(_MODEL, training, _MODEL.build_backbone())
     return update.get_concrete_function(
         tuple(tf.TensorSpec(w.shape) for w in _weights()),
+        (),
         tf.TensorSpec([None, *_MODEL.image_shape], tf.uint8),
         tf.TensorSpec([None], tf.int64),
         tf.TensorSpec([2], tf.int64),
@@ -51,7 +52,7 @@ def _weights():
 
 def _run(images=_IMAGES, class_ids=_CLASS_IDS, seed=_SEED, *, weights=None, training=_TRAINING):
     """A virtual client's delta, flat, and its measurements."""
-    arguments = (weights or _weights(), images, np.asarray(class_ids, np.int64), seed)
+    arguments = (weights or _weights(), (), images, np.asarray(class_ids, np.int64), seed)
     delta, measurements = _update(training)(*tf.nest.map_structure(tf.constant, arguments))
     flat = np.concatenate([d.numpy().ravel() for d in delta])
     return flat, {k: float(v) for k, v in measurements.items()}

@@ -9,7 +9,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 from absl.testing import absltest, parameterized
 
-from tff_dpfedemb.algorithms import dp_fedemb
+from tff_dpfedemb.algorithms import client_update, dp_fedemb
 from tff_dpfedemb.algorithms.hyperparameters import ClientTraining
 from tff_dpfedemb.data import sampling, virtual_clients
 from tff_dpfedemb.models import embedding_model as embedding_model_lib
@@ -278,6 +278,36 @@ class IsolationTest(absltest.TestCase):
         process = _process(plan=_plan(clip_norm=1.0))
         moved = self._sum_of_deltas(process, [[]], sampling.client_seeds(0, 0, 1))
         self.assertEqual(_global_norm(moved), 0.0)
+
+
+class FrozenTest(absltest.TestCase):
+    """Frozen convolutions are used as they are broadcast, and nobody changes them."""
+
+    def test_only_the_others_are_trained(self):
+        model = dataclasses.replace(_model(), trainable_conv=False)
+        process = _process(model=model)
+        state = process.initialize()
+        rng = np.random.default_rng(4)
+        before = process.get_model_weights(state)
+        frozen = tuple(rng.normal(0, 0.3, w.shape).astype(np.float32) for w in before.non_trainable)
+        self.assertLen(frozen, 6)  # Three convolutions, of kernel and bias.
+        start = tff.learning.models.ModelWeights(before.trainable, frozen)
+        state = process.set_model_weights(state, start)
+        seeds = sampling.client_seeds(5, 0, len(_COHORTS[0]))
+        after = process.get_model_weights(process.next(state, _clients(_COHORTS[0], seeds)).state)
+        for value, expected in zip(after.non_trainable, frozen, strict=True):
+            np.testing.assert_array_equal(value, expected)
+
+        backbone = model.build_backbone()
+        update = client_update.build_client_update(model, _JOINT, backbone)
+        total = [np.zeros_like(w) for w in before.trainable]
+        for users, seed in zip(_COHORTS[0], seeds, strict=True):
+            rows = np.concatenate([np.flatnonzero(u == _USER) for u in users] or [[]]).astype(int)
+            delta, _ = update(before.trainable, frozen, _IMAGES[rows], _CLASS_IDS[rows], seed)
+            total = [t + d.numpy() for t, d in zip(total, delta, strict=True)]
+        self.assertGreater(_global_norm(total), 0.01)
+        for a, b, t in zip(before.trainable, after.trainable, total, strict=True):
+            np.testing.assert_allclose(a - b, t / _DIVISOR, rtol=1e-3, atol=1e-6)
 
 
 class PrivateHeadTest(absltest.TestCase):

@@ -167,7 +167,7 @@ class DefinitionTest(parameterized.TestCase):
         seeds = sampling.client_seeds(5, 0, len(_COHORTS[0]))
         for users, seed in zip(_COHORTS[0], seeds, strict=True):
             images, class_ids = _load_users(tf.constant(users, tf.int64))
-            delta, _ = update(before.trainable, images, class_ids, seed)
+            delta, _ = update(before.trainable, (), images, class_ids, seed)
             # The clip norm is over backbone and head together.
             norm = np.sqrt(sum(np.sum(np.square(d)) for d in delta))
             scale = min(1.0, clip_norm / norm) if norm else 0.0
@@ -195,9 +195,9 @@ class DefinitionTest(parameterized.TestCase):
 
     def test_classes_keep_their_rows(self):
         images, class_ids = _IMAGES[:6], np.array([3, 3, 1, 1, 3, 1])
-        delta, measurements = self._update(self._weights(), images, class_ids, np.array([0, 1]))
+        delta, measurements = self._update(self._weights(), (), images, class_ids, np.array([0, 1]))
         self.assertEqual(measurements["classes"], 2)
-        renamed, _ = self._update(self._weights(), images, 4 - class_ids, np.array([0, 1]))
+        renamed, _ = self._update(self._weights(), (), images, 4 - class_ids, np.array([0, 1]))
         # Rows 1 and 3 gain; exchanged classes gain otherwise.
         self.assertFalse(np.allclose(delta[-1], renamed[-1], rtol=1e-2))
         self.assertLess(delta[-1][3], 0)
@@ -206,7 +206,7 @@ class DefinitionTest(parameterized.TestCase):
 
     def test_a_class_that_the_head_lacks_is_refused(self):
         with self.assertRaisesRegex(Exception, "more classes than head_size"):
-            self._update(self._weights(), _IMAGES[:1], np.array([_CLASSES]), np.array([0, 1]))
+            self._update(self._weights(), (), _IMAGES[:1], np.array([_CLASSES]), np.array([0, 1]))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,42 @@ class _Exported(tf.Module):
         return tf.math.l2_normalize(pixels + 1, axis=1)
 
 
+class _Sliced:
+    """Images that are there only where they are sliced."""
+
+    dtype, ndim = np.dtype(np.uint8), 4
+
+    def __init__(self, images):
+        self._images, self.shape, self.longest = images, images.shape, 0
+
+    def __getitem__(self, index):
+        self.longest = max(self.longest, len(self._images[index]))
+        return self._images[index]
+
+
 class EmbedTest(parameterized.TestCase):
+    def test_images_are_read_slice_by_slice(self):
+        images = _images(23)
+        for function in (lambda x: embed.embed(_model, x, 5), lambda x: embed.raw_pixels(x, 5)):
+            sliced = _Sliced(images)
+            np.testing.assert_array_equal(function(sliced), function(images))
+            self.assertEqual(sliced.longest, 5)
+
+    @parameterized.parameters(
+        ((32, 32, 1), 32 * 32),
+        ((33, 32, 1), 16 * 16),
+        ((224, 224, 3), 32 * 32 * 3),
+        ((112, 112, 3), 28 * 28 * 3),
+    )
+    def test_pixels_of_large_images_are_averaged(self, shape, length):
+        images = np.random.default_rng(0).integers(0, 256, (2, *shape)).astype(np.uint8)
+        features = embed.raw_pixels(images)
+        self.assertEqual(features.shape, (2, length))
+        if length < np.prod(shape):
+            square = {33: 2, 224: 7, 112: 4}[shape[0]]
+            first = images[1, :square, square : 2 * square].mean((0, 1)) / 255
+            np.testing.assert_allclose(features[1, shape[2] : 2 * shape[2]], first, rtol=1e-5)
+
     def test_raw_pixels(self):
         images = np.array([[[[0, 255], [51, 102]]]], np.uint8)
         features = embed.raw_pixels(images)

@@ -1,5 +1,6 @@
 """The report on several embeddings of one evaluation set."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -52,6 +53,13 @@ class ReportTest(parameterized.TestCase):
         self.assertEqual(lines[3].split()[1:], [*one, "-", *one, *one])
         self.assertEqual({line.find("[") for line in lines[3:]}, {lines[3].find("[")})
         self.assertLen(lines, 5)
+
+    def test_images_of_nobody(self):
+        data = dataclasses.replace(_evaluation_set(), user_ids=None)
+        result = report.evaluate({"perfect": np.eye(6)[data.class_ids]}, data, bootstrap=0)
+        self.assertIsNone(result["evaluation_set"]["num_users"])
+        first = report.format_table(json.loads(json.dumps(result))).splitlines()[0]
+        self.assertStartsWith(first, "six patterns, test: 60 images, 6 classes; 95 %")
 
     def test_no_intervals(self):
         data = _evaluation_set()

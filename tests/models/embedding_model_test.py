@@ -1,5 +1,7 @@
 """The private head, preprocessing and scores."""
 
+import dataclasses
+
 import numpy as np
 import tensorflow as tf
 from absl.testing import absltest, parameterized
@@ -7,6 +9,20 @@ from absl.testing import absltest, parameterized
 from tff_dpfedemb.models import embedding_model
 
 _MODEL = embedding_model.EmbeddingModel("lenet", (28, 28, 1), 128, 200)
+
+
+class TrainingEmbeddingsTest(absltest.TestCase):
+    def test_are_normalised_where_asked_for(self):
+        images = np.random.default_rng(0).integers(0, 256, (4, 28, 28, 1)).astype(np.uint8)
+        backbone = _MODEL.build_backbone(1)
+        plain = _MODEL.training_embeddings(backbone, images).numpy()
+        np.testing.assert_allclose(plain, backbone(images / np.float32(128) - 1), rtol=1e-5)
+        norms = np.linalg.norm(plain, axis=1, keepdims=True)
+        self.assertGreater(np.abs(norms - 1).min(), 0.01)
+        normalised = dataclasses.replace(_MODEL, normalize_training=True)
+        np.testing.assert_allclose(
+            normalised.training_embeddings(backbone, images), plain / norms, rtol=1e-4
+        )
 
 
 class HeadTest(parameterized.TestCase):

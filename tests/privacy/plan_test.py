@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 
+import numpy as np
 from absl.testing import absltest, parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,6 +118,20 @@ class PlanTest(parameterized.TestCase):
             self.assertLen(cohort, clients)
         again = plan.sample(seed, round_number, plan.population)
         self.assertEqual([c.tolist() for c in cohort], [c.tolist() for c in again])
+
+    @parameterized.parameters(300, 1000, 3000)
+    def test_each_true_user_takes_part_with_the_stated_probability(self, num_users):
+        # Whatever the data hold, q follows from the stated population of 1,000 alone.
+        plan = make(population=1000, virtual_clients_per_round=10, virtual_client_size=10)
+        counts = np.zeros(num_users)
+        for round_number in range(400):
+            for users in plan.sample(7, round_number, num_users):
+                counts[users] += 1
+        # Binomial(400, 0.1) for each user: a deviation of 6 standard deviations of any of 3,000
+        # users has a probability below 1e-5, and so has one of the total.
+        self.assertLess(np.abs(counts - 40).max(), 6 * 6)
+        total, expected = counts.sum(), 40 * num_users
+        self.assertLess(abs(total - expected), 6 * np.sqrt(0.9 * expected))
 
 
 if __name__ == "__main__":

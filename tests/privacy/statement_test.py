@@ -93,6 +93,13 @@ class StatementTest(parameterized.TestCase):
         self.assertLess(now["epsilon"], later["epsilon"])
         self.assertLess(once["epsilon"], later["epsilon"])
 
+    def test_central_training_promises_nothing(self):
+        made = json.loads(json.dumps(statement_lib.make_central_statement(), allow_nan=False))
+        self.assertEqual((made["epsilon"], made["delta"], made["covered"]), ("inf", None, []))
+        words = statement_lib.in_words(made)
+        self.assertIn("There is no privacy guarantee: epsilon is infinite.", words)
+        self.assertNotIn("Covered", words.replace("Not covered", ""))
+
     @given(st.floats(1e-12, 1e12))
     def test_figures_are_rounded_up_and_close(self, value):
         shown = float(statement_lib.figure(value))

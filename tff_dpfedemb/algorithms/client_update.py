@@ -44,16 +44,17 @@ def build_client_update(
     Args:
         model: The architecture.
         training: How to train.
-        backbone: A backbone of `model`, whose variables serve as working memory; its frozen weights
-            are used as they are.
+        backbone: A backbone of `model`, whose variables serve as working memory.
         global_head: False: the head is private, fresh, over the virtual client's own classes, and
             is thrown away. True: the head is over all training classes, comes with the backbone's
             weights, and its delta leaves the virtual client with theirs.
 
     Returns:
-        A `tf.function` (initial_weights, images, class_ids, seed) -> (delta, measurements):
+        A `tf.function` (initial_weights, frozen_weights, images, class_ids, seed) ->
+        (delta, measurements):
         initial_weights: the backbone's trainable weights, a sequence of float32 tensors, and after
         them, where it is global, the head's kernel and bias;
+        frozen_weights: the backbone's non-trainable weights, likewise;
         images: uint8, (n, height, width, channels), n >= 0; class_ids: int64, (n,); seed: int64,
         (2,). delta: initial minus final weights, all zero for an empty virtual client and
         where any of it, or its norm, is not finite. measurements: float32 scalars that may be
@@ -67,6 +68,7 @@ def build_client_update(
     )
     batch_size = training.client_batch_size
     variables = tuple(backbone.trainable_variables)
+    frozen = tuple(backbone.non_trainable_variables)
 
     def loss_and_correct(head, num_classes, embeddings, labels):
         scores = embedding_model_lib.logits(head, embeddings, num_classes)
@@ -112,10 +114,12 @@ def build_client_update(
         return head
 
     @tf.function(autograph=True)
-    def client_update(initial_weights, images, class_ids, seed):
+    def client_update(initial_weights, frozen_weights, images, class_ids, seed):
         initial_weights = tuple(initial_weights)
         initial_backbone = initial_weights[: len(variables)]
         for variable, value in zip(variables, initial_backbone, strict=True):
+            variable.assign(value)
+        for variable, value in zip(frozen, tuple(frozen_weights), strict=True):
             variable.assign(value)
 
         if tf.shape(class_ids)[0] > training.max_examples_per_client:

@@ -40,14 +40,14 @@ def _build_client_work(
     @tff.tensorflow.computation(weights_type, data_type)
     def train(weights, dataset):
         backbone = model.build_backbone()
-        for variable, value in zip(
-            backbone.non_trainable_variables, weights.non_trainable, strict=True
-        ):
-            variable.assign(value)
         update = client_update_lib.build_client_update(model, training, backbone, global_head)
         client = dataset.get_single_element()
         delta, measurements = update(
-            weights.trainable, client["images"], client["class_ids"], client["seed"]
+            weights.trainable,
+            weights.non_trainable,
+            client["images"],
+            client["class_ids"],
+            client["seed"],
         )
         return (
             tff.learning.templates.ClientResult(update=delta, update_weight=tf.constant(1.0)),
