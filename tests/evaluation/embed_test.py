@@ -54,6 +54,22 @@ class EmbedTest(parameterized.TestCase):
             np.testing.assert_array_equal(function(sliced), function(images))
             self.assertEqual(sliced.longest, 5)
 
+    @parameterized.parameters((28, 256), (64, 256), (112, 83), (224, 20), (5000, 1))
+    def test_large_images_come_in_small_batches(self, size, expected):
+        batches = []
+
+        def model(images):
+            batches.append(len(images))
+            return np.ones((len(images), 1), np.float32)
+
+        # One byte that stands for all pixels.
+        images = np.lib.stride_tricks.as_strided(
+            np.zeros(1, np.uint8), (300, size, size, 1), (0, 0, 0, 0)
+        )
+        embed.embed(model, images)
+        self.assertEqual(max(batches), expected)
+        self.assertEqual(sum(batches), 300)
+
     @parameterized.parameters(
         ((32, 32, 1), 32 * 32),
         ((33, 32, 1), 16 * 16),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 _NORM_TOLERANCE = 1e-3
+_BATCH = 256
 # Larger images are averaged down for the pixel baseline: a vector of all pixels of many images is
 # more than memory holds.
 _MAX_PIXELS = 32 * 32
@@ -96,7 +97,9 @@ def check_labelled(embeddings: np.ndarray, class_ids: np.ndarray) -> tuple[np.nd
     return normalized, classes
 
 
-def embed(model_fn: Callable[[Any], Any], images: np.ndarray, batch_size: int = 256) -> np.ndarray:
+def embed(
+    model_fn: Callable[[Any], Any], images: np.ndarray, batch_size: int | None = None
+) -> np.ndarray:
     """Runs an exported backbone over images in batches, and checks what it returns.
 
     Args:
@@ -104,7 +107,8 @@ def embed(model_fn: Callable[[Any], Any], images: np.ndarray, batch_size: int = 
             channels) to float32 embeddings of shape (b, d) with unit L2 norm.
         images: uint8 array of shape (n, height, width, channels), n >= 1, or what is sliced like
             one.
-        batch_size: Images in one call, at least 1; the last call may have fewer.
+        batch_size: Images in one call, at least 1; the last call may have fewer. None for 256, and
+            fewer of images above 64x64, since a large network holds megabytes for each.
 
     Returns:
         float32 array of shape (n, d).
@@ -117,6 +121,9 @@ def embed(model_fn: Callable[[Any], Any], images: np.ndarray, batch_size: int = 
             "images must be a non-empty uint8 array of shape (n, height, width, channels), "
             f"got {images.dtype} of shape {images.shape}"
         )
+    if batch_size is None:
+        pixels = images.shape[1] * images.shape[2]
+        batch_size = max(1, min(_BATCH, _BATCH * 64 * 64 // pixels))
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     batches = []
