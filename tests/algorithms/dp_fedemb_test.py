@@ -299,6 +299,8 @@ class FrozenTest(absltest.TestCase):
             np.testing.assert_array_equal(value, expected)
 
         backbone = model.build_backbone()
+        for variable, value in zip(backbone.non_trainable_variables, frozen, strict=True):
+            variable.assign(value)
         update = client_update.build_client_update(model, _JOINT, backbone)
         total = [np.zeros_like(w) for w in before.trainable]
         for users, seed in zip(_COHORTS[0], seeds, strict=True):

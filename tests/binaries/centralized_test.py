@@ -19,6 +19,8 @@ from tasks import registry
 pytestmark = pytest.mark.slow
 
 _ROOT = os.path.dirname(os.path.dirname(registry.__file__))
+# That of a shell that has not heard of TensorFlow, which sets its log level where it is imported.
+_ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
 _DATA = ("--num_users=500", "--examples_per_user=8")
 _FLAGS = (
     *_DATA,
@@ -42,6 +44,7 @@ def _start(module, folder, name, *arguments):
         ],
         cwd=_ROOT,
         stdin=subprocess.DEVNULL,
+        env=_ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

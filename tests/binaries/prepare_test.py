@@ -13,6 +13,8 @@ from tasks import image_cache, registry
 from tasks.fixtures import image_folder
 
 _ROOT = os.path.dirname(os.path.dirname(registry.__file__))
+# That of a shell that has not heard of TensorFlow, which sets its log level where it is imported.
+_ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
 
 
 def _start(*arguments):
@@ -20,6 +22,7 @@ def _start(*arguments):
         [sys.executable, "-m", "tasks.prepare", *arguments],
         cwd=_ROOT,
         stdin=subprocess.DEVNULL,
+        env=_ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -17,6 +17,8 @@ from tasks import registry
 pytestmark = pytest.mark.slow
 
 _ROOT = os.path.dirname(os.path.dirname(registry.__file__))
+# That of a shell that has not heard of TensorFlow, which sets its log level where it is imported.
+_ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
 _ROUNDS = 2
 _PLAN = (
     f"--total_rounds={_ROUNDS}",
@@ -35,6 +37,7 @@ def _run(module, *arguments, status=0):
         [sys.executable, "-m", module, *arguments],
         cwd=_ROOT,
         stdin=subprocess.DEVNULL,
+        env=_ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=600,

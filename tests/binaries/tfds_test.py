@@ -17,6 +17,8 @@ from tasks.fixtures import pictures
 pytestmark = pytest.mark.slow
 
 _ROOT = os.path.dirname(os.path.dirname(registry.__file__))
+# That of a shell that has not heard of TensorFlow, which sets its log level where it is imported.
+_ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
 _KEYS = [(c, u, k) for c in range(12) for u in range(4) for k in range(2)]
 
 
@@ -25,6 +27,7 @@ def _run(module, *arguments, status=0):
         [sys.executable, "-m", module, *arguments],
         cwd=_ROOT,
         stdin=subprocess.DEVNULL,
+        env=_ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=300,
