@@ -73,7 +73,12 @@ def define_task_flags() -> None:
     )
     flags.DEFINE_float("digiface_validation_share", 0.05, "digiface: share of the identities.")
     flags.DEFINE_float("digiface_test_share", 0.1, "digiface: share of the identities.")
-    flags.DEFINE_integer("image_channels", 3, "image_folder: 3 for colour, 1 for grey.")
+    flags.DEFINE_integer(
+        "image_channels",
+        None,
+        "image_folder, tfds: 3 for colour, 1 for grey; default: colour, and for tfds what the data "
+        "set has.",
+    )
     flags.DEFINE_string("dataset_name", "own", "image_folder: a name, by which caches differ.")
     flags.DEFINE_string("tfds_name", None, "tfds: a data set of tensorflow-datasets.")
     flags.DEFINE_string("tfds_data_dir", None, "tfds: its folder, where it is not --source.")

@@ -42,6 +42,7 @@ class TensorFlowDatasets(cached_task.CachedTask):
         tfds_class_key: str = "label",
         tfds_user_key: str | None = None,
         image_size: int | None = None,
+        image_channels: int | None = None,
         max_evaluation_images: int = 10_000,
         data_seed: int = 0,
     ):
@@ -57,6 +58,7 @@ class TensorFlowDatasets(cached_task.CachedTask):
             tfds_user_key: The feature that is the user; None where there is none, and only
                 training without privacy makes sense.
             image_size: Height and width of the images in pixels; None for the data set's own.
+            image_channels: 3 for colour, 1 for grey; None for the data set's own.
             max_evaluation_images: The most images of a held-out split that are used; 0 for all.
             data_seed: Seed of that draw, and of the classes that are held out.
 
@@ -72,6 +74,7 @@ class TensorFlowDatasets(cached_task.CachedTask):
                 tfds_class_key=tfds_class_key,
                 tfds_user_key=tfds_user_key,
                 image_size=image_size,
+                image_channels=image_channels,
             ),
             max_evaluation_images=max_evaluation_images,
             data_seed=data_seed,
@@ -87,12 +90,15 @@ class TensorFlowDatasets(cached_task.CachedTask):
         tfds_class_key: str = "label",
         tfds_user_key: str | None = None,
         image_size: int | None = None,
+        image_channels: int | None = None,
     ) -> str:
         """The name of the cache folder, with all that is not as by default."""
-        _check(tfds_name, image_size)
+        _check(tfds_name, image_size, image_channels)
         parts = ["tfds", tfds_name, tfds_split]
         if image_size:
             parts.append(str(image_size))
+        if image_channels:
+            parts.append({1: "grey", 3: "colour"}[image_channels])
         for kind, key, default in (
             ("image", tfds_image_key, "image"),
             ("class", tfds_class_key, "label"),
@@ -111,8 +117,9 @@ class TensorFlowDatasets(cached_task.CachedTask):
         tfds_data_dir: str | None = None,
         tfds_image_key: str = "image",
         image_size: int | None = None,
+        image_channels: int | None = None,
     ) -> tuple[int, int, int]:
-        """The shape of the cached images: grey where the data set's are, else colour.
+        """The shape of the cached images.
 
         Args:
             tfds_name: The data set.
@@ -120,12 +127,15 @@ class TensorFlowDatasets(cached_task.CachedTask):
             tfds_data_dir: The same, where it is not `source`.
             tfds_image_key: The feature that is the image.
             image_size: Height and width in pixels; None for the data set's own.
+            image_channels: 3 for colour, 1 for grey; None for grey where the data set's images
+                are, else colour.
 
         Raises:
             ValueError: One line, if there is no such data set or feature, or if its images have
                 no size in common and none is given.
         """
-        builder = _builder(tfds_name, tfds_data_dir or source, image_size)
+        _check(tfds_name, image_size, image_channels)
+        builder = _builder(tfds_name, tfds_data_dir or source)
         _, feature = _find(builder, "image", tfds_image_key)
         height, width, channels = feature.shape
         if image_size is None and None in (height, width):
@@ -133,7 +143,8 @@ class TensorFlowDatasets(cached_task.CachedTask):
                 f"image_size: is missing; the images of {tfds_name} differ in size: accepted are "
                 "whole numbers of pixels from 8 to 2048"
             )
-        return image_size or height, image_size or width, 1 if channels == 1 else 3
+        own = 1 if channels == 1 else 3
+        return image_size or height, image_size or width, image_channels or own
 
     @classmethod
     def list_source(
@@ -242,7 +253,9 @@ def hold_out(table: ExampleTable, has_users: bool, data_seed: int) -> cached_tas
     )
 
 
-def _check(name: str | None, image_size: int | None = None) -> None:
+def _check(
+    name: str | None, image_size: int | None = None, image_channels: int | None = None
+) -> None:
     """Refuses what names no data set, and sizes that are none."""
     problems = []
     if not name:
@@ -256,13 +269,17 @@ def _check(name: str | None, image_size: int | None = None) -> None:
         problems.append(
             f"image_size={image_size}: accepted are whole numbers of pixels from 8 to 2048"
         )
+    if image_channels not in (None, 1, 3):
+        problems.append(
+            f"image_channels={image_channels}: accepted are 3 for colour and 1 for grey"
+        )
     if problems:
         raise ValueError("\n".join(problems))
 
 
-def _builder(name: str | None, data_dir: str | None, image_size: int | None = None) -> Any:
+def _builder(name: str | None, data_dir: str | None) -> Any:
     """What tensorflow-datasets knows of a data set; connects to nothing."""
-    _check(name, image_size)
+    _check(name)
     if data_dir is not None and not os.path.isdir(data_dir):
         raise ValueError(f"tfds_data_dir={data_dir}: accepted are folders that are there")
     import tensorflow_datasets

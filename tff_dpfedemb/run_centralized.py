@@ -70,15 +70,12 @@ def main() -> int:
     flag_values = run_flags.defining_flags(sys.modules[__name__], task)
     problems.attempt(lambda: folder.check(flag_values, FLAGS.seed))
     problems.exit_if_any()
+    if FLAGS.dry_run and not run_flags.starts_from_weights():
+        return _dry_run(task, training, folder)
     command_line.be_quiet()
     model, start = run_flags.build_model(problems, task, task.num_train_classes)
     if FLAGS.dry_run:
-        verb = "resume" if os.path.exists(folder.file("flags.json")) else "create"
-        print(
-            f"Would {verb} {folder.path}: task {task.name}, {task.num_train_classes:,} classes, "
-            f"{training.total_steps} steps, without privacy."
-        )
-        return command_line.DONE
+        return _dry_run(task, training, folder)
     # Ends like a SIGINT; the training loop ends in its own way.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -91,6 +88,16 @@ def main() -> int:
             command_line.RESUMABLE,
         )
     outcome.report(folder, evaluation)
+    return command_line.DONE
+
+
+def _dry_run(task: Task, training: CentralTraining, folder: RunFolder) -> int:
+    """Says what a run would do."""
+    verb = "resume" if os.path.exists(folder.file("flags.json")) else "create"
+    print(
+        f"Would {verb} {folder.path}: task {task.name}, {task.num_train_classes:,} classes, "
+        f"{training.total_steps} steps, without privacy."
+    )
     return command_line.DONE
 
 

@@ -120,6 +120,34 @@ def _note_population(task: Task, population: int) -> None:
         )
 
 
+def _check_pretraining(task: Task, plan: PrivacyPlan) -> None:
+    """Refuses to promise privacy where the starting weights have seen the very users.
+
+    Raises:
+        ValueError: One line.
+    """
+    if FLAGS.pretrained is None or plan.noise_multiplier == 0:
+        return
+    from tff_dpfedemb.models import exported
+
+    facts = (exported.read_facts(FLAGS.pretrained) or {}).get("task", {})
+    if facts.get("name") != task.name:
+        return
+    ours = task.describe()
+    mark = "fingerprint" if "fingerprint" in ours else "data_seed"
+    if facts.get(mark) == ours[mark]:
+        raise ValueError(
+            f"pretrained={FLAGS.pretrained}: was trained on these very data, so that no epsilon of "
+            "this run would be true of their users; accepted are weights from other, public data "
+            "(of glyphs, another --data_seed), or --noise_multiplier=0, which promises nothing"
+        )
+    print(
+        f"note: {FLAGS.pretrained} was trained on --task={task.name} too, on other data than "
+        "these; this run's epsilon is true only of users who are not in them.",
+        file=sys.stderr,
+    )
+
+
 def main() -> int:
     """Checks everything, then trains, exports, evaluates and states the privacy."""
     problems = command_line.Problems()
@@ -157,7 +185,11 @@ def main() -> int:
     problems.exit_if_any()
     _note_population(task, plan.population)
 
+    if FLAGS.dry_run and not run_flags.starts_from_weights():
+        return _dry_run(task, plan, folder)
     command_line.be_quiet()
+    problems.attempt(lambda: _check_pretraining(task, plan))
+    problems.exit_if_any()
     model, start = run_flags.build_model(problems, task, FLAGS.head_size or _largest_head(task))
     if FLAGS.dry_run:
         return _dry_run(task, plan, folder)

@@ -125,6 +125,11 @@ def check_model(task: Task | None) -> None:
         )
 
 
+def starts_from_weights() -> bool:
+    """Whether the flags name weights to start from, which takes TensorFlow to check."""
+    return FLAGS.pretrained is not None or backbones.is_path(FLAGS.model_backbone)
+
+
 def build_model(
     problems: command_line.Problems, task: Task, head_size: int
 ) -> "tuple[EmbeddingModel, InitialWeights | None]":

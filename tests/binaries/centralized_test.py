@@ -94,7 +94,8 @@ class CentralizedTest(absltest.TestCase):
 
     def test_private_training_starts_from_it(self):
         folder = self.enterContext(tempfile.TemporaryDirectory())
-        _finish(_start("run_centralized", folder, "public", *_FLAGS, "--model_backbone=lenet"))
+        others = (*_FLAGS, "--model_backbone=lenet", "--data_seed=1")
+        _finish(_start("run_centralized", folder, "public", *others))
         public = f"{folder}/public/export"
         private = (
             *_DATA,
@@ -114,15 +115,20 @@ class CentralizedTest(absltest.TestCase):
         for path in (f"{folder}/still/export", f"{folder}/still/export/initial"):
             for value in _weights(path):
                 self.assertTrue(any(np.array_equal(value, v) for v in _weights(public)))
-        _finish(_start("run_federated", folder, "private", *private))
+        out, err = _finish(_start("run_federated", folder, "private", *private))
+        self.assertIn("true only of users who are not in them", err)
         weights = _weights(f"{folder}/private/export")
         before = _weights(public)
         moved = [not any(np.array_equal(w, b) for b in before) for w in weights]
         self.assertEqual(moved, [w.ndim == 2 or w.shape == (128,) for w in weights])
+        # The very users of the pretraining are promised nothing, and before anything is written.
+        same = _start("run_federated", folder, "same", *private, "--data_seed=1")
+        self.assertRegex(_finish(same, 2)[1], r"^error: --pretrained=.*these very data[^\n]*\n$")
+        self.assertFalse(os.path.exists(f"{folder}/same"))
         # What does not fit is refused before anything is written.
         other = _start("run_federated", folder, "other", *_DATA, f"--pretrained={public}")
         _, err = _finish(other, 2)
-        self.assertRegex(err, r"^error: --pretrained=.*does not fit --model_backbone[^\n]*\n$")
+        self.assertRegex(err, r"(?m)^error: --pretrained=.*does not fit --model_backbone[^\n]*\n$")
         self.assertFalse(os.path.exists(f"{folder}/other"))
 
 

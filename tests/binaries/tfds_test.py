@@ -11,7 +11,7 @@ import tensorflow as tf
 import tensorflow_datasets
 from absl.testing import absltest
 
-from tasks import registry
+from tasks import image_cache, registry
 from tasks.fixtures import pictures
 
 pytestmark = pytest.mark.slow
@@ -80,6 +80,15 @@ class TfdsTest(absltest.TestCase):
         )
         self.assertRegex(done.stdout, "classes that training has not seen.*\n.*\n.*\ntrained ")
         self.assertTrue(os.path.exists(f"{self.folder}/runs/public/export/saved_model.pb"))
+
+    def test_colours_can_become_grey(self):
+        data = (*self.data, "--image_channels=1", "--image_size=28")
+        _run("tasks.prepare", *data, f"--source={self.folder}")
+        _run("tff_dpfedemb.run_centralized", *data, "--model_backbone=lenet", "--dry_run")
+        cache = image_cache.ImageCache(f"{self.folder}/cache/tfds-toys-train-28-grey")
+        self.assertEqual(cache.image_shape, (28, 28, 1))
+        bad = _run("tasks.prepare", *self.data, "--source=.", "--image_channels=2", status=2)
+        self.assertRegex(bad.stderr, "error: --image_channels=2: accepted are")
 
     def test_with_users_it_serves_private_training(self):
         data = (*self.data, "--tfds_user_key=owner")
