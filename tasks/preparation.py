@@ -237,7 +237,11 @@ def prepare(
         listing, image_shape, encoding or image_cache.choose_encoding(image_shape)
     )
     if os.path.lexists(path):
-        if image_cache.ImageCache(path).facts["listing"] != catalogue.digest:
+        try:
+            same = image_cache.ImageCache(path).facts["listing"] == catalogue.digest
+        except ValueError:
+            same = False
+        if not same:
             raise SourceError(
                 f"{path} is prepared from something else; remove it, or accepted is another --cache"
             )

@@ -153,8 +153,10 @@ def main() -> int:
     problems = command_line.Problems()
     task = problems.attempt(task_flags.build_task)
     population = problems.attempt(task_flags.population)
-    # Where the population is what is wrong, the rest is still checked.
-    plan = problems.attempt(lambda: run_flags.build_plan(population or 10**9))
+    # Where the population is not known, the rest is still checked.
+    plan = problems.attempt(
+        lambda: run_flags.build_plan(10**9 if population is None else population)
+    )
     training = problems.attempt(_build_training)
     server = problems.attempt(lambda: ServerStep(FLAGS.server_lr, FLAGS.server_momentum))
     folder = run_flags.check_run_folder(problems)

@@ -275,6 +275,11 @@ _REFUSED |= {
         ["--task=image_folder", "--cache=holiday"],
         [["--cache=holiday", "is not there"], ["--num_users: is missing", "state it"]],
     ),
+    "nobody": (
+        "run_federated",
+        ["--task=emnist", "--cache=holiday", "--num_users=0"],
+        [["--cache=holiday", "is not there"], ["--num_users=0", "at least 1"]],
+    ),
     "no_such_weights": (
         "run_federated",
         ["--pretrained=nowhere"],

@@ -222,6 +222,12 @@ class PrepareTest(parameterized.TestCase):
             self._prepare(_examples(users=6))
         self._check_whole(_examples())
 
+    def test_what_is_no_cache_is_kept(self):
+        os.makedirs(self.path)
+        with self.assertRaisesRegex(preparation.SourceError, "prepared from something else"):
+            self._prepare()
+        self.assertEmpty(os.listdir(self.path))
+
     def test_work_on_another_listing_is_not_gone_on_with(self):
         self.absent = {"u1/0"}
         with self.assertRaises(preparation.TooManyProblemsError):
