@@ -12,7 +12,7 @@ from tasks import image_cache, preparation
 from tasks.image_cache import ExampleTable
 from tasks.task import EvaluationSet, Task
 
-__all__ = ["CachedTask", "ExampleTable", "Split"]
+__all__ = ["SIZES", "CachedTask", "ExampleTable", "Split", "shape_problems"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,22 @@ class Split:
     validation: np.ndarray
     test: np.ndarray
     descriptions: Mapping[str, str]
+
+
+# What is accepted as the height and width of cached images.
+SIZES = "whole numbers of pixels from 8 to 2048"
+
+
+def shape_problems(image_size: int | None, image_channels: int | None = None) -> list[str]:
+    """One line for each option that no cached image can have; None is not looked at."""
+    problems = []
+    if image_size is not None and not 8 <= image_size <= 2048:
+        problems.append(f"image_size={image_size}: accepted are {SIZES}")
+    if image_channels not in (None, 1, 3):
+        problems.append(
+            f"image_channels={image_channels}: accepted are 3 for colour and 1 for grey"
+        )
+    return problems
 
 
 class CachedTask(Task):

@@ -92,10 +92,8 @@ class DigiFace(cached_task.CachedTask):
     @classmethod
     def image_shape_of(cls, *, image_size: int = 112) -> tuple[int, int, int]:
         """The shape of the cached images."""
-        if not 8 <= image_size <= 2048:
-            raise ValueError(
-                f"image_size={image_size}: accepted are whole numbers of pixels from 8 to 2048"
-            )
+        if problems := cached_task.shape_problems(image_size):
+            raise ValueError("\n".join(problems))
         return image_size, image_size, 3
 
     @classmethod

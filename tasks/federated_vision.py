@@ -13,7 +13,6 @@ from absl import logging
 from tasks import archives, cached_task, preparation
 from tasks.image_cache import ExampleTable
 
-_SMALLEST, _LARGEST = 8, 2048
 _VALIDATION_SHARE = 0.1
 _TRAIN_FOLDER, _TEST_FILE = "train", "test.tfRecord"
 
@@ -60,11 +59,7 @@ class FederatedVision(cached_task.CachedTask):
             problems.append(
                 f"{cls.name}_split={split!r}: accepted are {', '.join(sorted(cls.published))}"
             )
-        if not _SMALLEST <= image_size <= _LARGEST:
-            problems.append(
-                f"image_size={image_size}: accepted are whole numbers of pixels from {_SMALLEST} "
-                f"to {_LARGEST}"
-            )
+        problems += cached_task.shape_problems(image_size)
         if problems:
             raise ValueError("\n".join(problems))
 

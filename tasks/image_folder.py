@@ -84,16 +84,7 @@ class ImageFolder(cached_task.CachedTask):
         cls, *, image_size: int = 224, image_channels: int = 3
     ) -> tuple[int, int, int]:
         """The shape of the cached images."""
-        problems = []
-        if not 8 <= image_size <= 2048:
-            problems.append(
-                f"image_size={image_size}: accepted are whole numbers of pixels from 8 to 2048"
-            )
-        if image_channels not in (1, 3):
-            problems.append(
-                f"image_channels={image_channels}: accepted are 3 for colour and 1 for grey"
-            )
-        if problems:
+        if problems := cached_task.shape_problems(image_size, image_channels):
             raise ValueError("\n".join(problems))
         return image_size, image_size, image_channels
 

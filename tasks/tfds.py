@@ -141,7 +141,7 @@ class TensorFlowDatasets(cached_task.CachedTask):
         if image_size is None and None in (height, width):
             raise ValueError(
                 f"image_size: is missing; the images of {tfds_name} differ in size: accepted are "
-                "whole numbers of pixels from 8 to 2048"
+                f"{cached_task.SIZES}"
             )
         own = 1 if channels == 1 else 3
         return image_size or height, image_size or width, image_channels or own
@@ -265,14 +265,7 @@ def _check(
             f"tfds_name={name!r}: accepted are name, name/config and name/config:1.2.3, without a "
             "namespace before the name"
         )
-    if image_size is not None and not 8 <= image_size <= 2048:
-        problems.append(
-            f"image_size={image_size}: accepted are whole numbers of pixels from 8 to 2048"
-        )
-    if image_channels not in (None, 1, 3):
-        problems.append(
-            f"image_channels={image_channels}: accepted are 3 for colour and 1 for grey"
-        )
+    problems += cached_task.shape_problems(image_size, image_channels)
     if problems:
         raise ValueError("\n".join(problems))
 

@@ -130,7 +130,7 @@ def build(
         float32 embeddings of shape (n, embedding_dim), not normalised.
 
     Raises:
-        ValueError: As `check`.
+        ValueError: As `check`, and if nothing is left to train.
     """
     check(name, image_shape, embedding_dim, alpha)
     from tff_dpfedemb.models import keras_file, layers
@@ -144,4 +144,9 @@ def build(
         backbone = function(image_shape, embedding_dim, seed, **options)
     if not trainable_conv:
         layers.freeze_convolutions(backbone)
+        if not backbone.trainable_variables:
+            raise ValueError(
+                f"trainable_conv=False: leaves nothing of --model_backbone={name} to train; "
+                "accepted is True"
+            )
     return backbone

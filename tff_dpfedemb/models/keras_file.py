@@ -70,6 +70,8 @@ def load(path: str) -> KerasFile:
             model = tf.keras.models.load_model(path, compile=False)
         except Exception as error:  # Keras raises almost anything for what it cannot read.
             raise refuse(f"cannot be loaded ({error})") from None
+        if not isinstance(model, tf.keras.Model):
+            raise refuse("is not a Keras model")
         sequential = isinstance(model, tf.keras.Sequential)
         try:
             config = model.get_config()
@@ -77,9 +79,10 @@ def load(path: str) -> KerasFile:
             rebuilt.set_weights(model.get_weights())
         except Exception as error:
             raise refuse(f"cannot be built from its configuration ({error})") from None
+        all_layers = layers.all_layers(model)
         normalised = [
             layer.name
-            for layer in layers.all_layers(model)
+            for layer in all_layers
             if any("BatchNorm" in c.__name__ for c in type(layer).__mro__)
         ]
         if normalised:
@@ -95,6 +98,14 @@ def load(path: str) -> KerasFile:
             raise refuse(f"takes inputs of shape {inputs}, not one image each")
         if not isinstance(outputs, tuple) or len(outputs) != 2 or outputs[1] is None:
             raise refuse(f"returns outputs of shape {outputs}, not one embedding each")
+        dtypes = [model.inputs[0].dtype, model.outputs[0].dtype, *(v.dtype for v in model.weights)]
+        if odd := {tf.as_dtype(dtype).name for dtype in dtypes} - {"float32"}:
+            # Keras would cast pixels in [-1, 1) to an input's type without a word.
+            raise refuse(f"has inputs, outputs or weights of {', '.join(sorted(odd))}, not float32")
+        if stateful := [layer.name for layer in all_layers if getattr(layer, "stateful", False)]:
+            raise refuse(f"remembers one batch in the next ({', '.join(stateful)})")
+        if not model.trainable_variables:
+            raise refuse("has no weights to train")
         return KerasFile(
             sequential,
             config,

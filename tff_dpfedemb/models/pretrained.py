@@ -7,7 +7,9 @@ variance v_c, of all channels of its group M = mean(m_c) and S^2 = mean(v_c + m_
     gamma'_c = gamma_c * sqrt(S^2 + eps) / sqrt(v_c + eps_bn)
     beta'_c = beta_c + gamma_c * (M - m_c) / sqrt(v_c + eps_bn)
 
-so that on a picture whose groups have the population's mean and variance the two agree.
+so that on a picture whose groups have the population's mean and variance the two agree. A bias of
+the convolution before, which ours has not, moves m_c; so does what the network took for pixels,
+which Keras' `preprocess_input` makes other than ours.
 """
 
 import collections
@@ -20,12 +22,33 @@ import h5py
 import numpy as np
 import tensorflow as tf
 
-from tff_dpfedemb.models import backbones
+from tff_dpfedemb.models import backbones, exported
 from tff_dpfedemb.models import embedding_model as embedding_model_lib
 
 _MOST_NAMED = 5
-# Of Keras' applications' BatchNormalization layers.
-_EPSILONS = {"mobilenet_v2": 1e-3, "resnet50": 1.001e-5}
+
+
+class _Application(NamedTuple):
+    """What Keras' application computes with; its colours are scale * (ours, in [-1, 1)) + offset.
+
+    Attributes:
+        epsilon: Of its batch normalisation.
+        scale: Of its colours.
+        offset: Of its colours, in their order.
+        bgr: Whether that is blue, green, red.
+    """
+
+    epsilon: float
+    scale: float
+    offset: tuple[float, float, float]
+    bgr: bool
+
+
+# What `preprocess_input` of tf.keras.applications does to pixels: x / 127.5 - 1, and x - mean.
+_APPLICATIONS = {
+    "mobilenet_v2": _Application(1e-3, 128 / 127.5, (128 / 127.5 - 1,) * 3, False),
+    "resnet50": _Application(1.001e-5, 128.0, (128 - 103.939, 128 - 116.779, 128 - 123.68), True),
+}
 
 
 class InitialWeights(NamedTuple):
@@ -65,7 +88,7 @@ def start(
         return _collect(model.build_backbone(), f"starts from the weights in {model.backbone}")
     backbone = model.build_backbone(seed)
     if os.path.isdir(path):
-        note = _assign_export(backbone, path)
+        note = _assign_export(model, backbone, path)
     else:
         note = _assign_keras_weights(model.backbone, backbone, path)
     return _collect(backbone, note)
@@ -97,19 +120,32 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
-def _assign_export(backbone: tf.keras.Model, path: str) -> str:
+def _assign_export(
+    model: embedding_model_lib.EmbeddingModel, backbone: tf.keras.Model, path: str
+) -> str:
     """Takes an exported model's weights, all of them."""
     try:
+        facts = exported.read_facts(path) or {}
         loaded = tf.saved_model.load(path)
         found = _named(list(loaded.backbone.variables))
-    except (OSError, AttributeError, ValueError, tf.errors.OpError) as error:
+    except (OSError, AttributeError, LookupError, ValueError, tf.errors.OpError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"pretrained={path}: is not an exported model ({reason}); accepted are folders as "
             "run_centralized and run_federated export them, and Keras weight files"
         ) from None
     wanted = _named(backbone.weights)
+    architecture = {
+        "backbone": os.path.basename(os.path.normpath(model.backbone)),
+        "backbone_alpha": model.backbone_alpha,
+        "embedding_dim": model.embedding_dim,
+    }
     problems = [
+        f"{name} is {facts[name]} and not {value}"
+        for name, value in architecture.items()
+        if facts.get(name, value) != value
+    ]
+    problems += [
         f"{name} has shape {tuple(found[name, i].shape)} and not {tuple(variable.shape)}"
         for (name, i), variable in wanted.items()
         if (name, i) in found and found[name, i].shape != variable.shape
@@ -119,7 +155,7 @@ def _assign_export(backbone: tf.keras.Model, path: str) -> str:
     if problems:
         raise ValueError(
             f"pretrained={path}: does not fit --model_backbone and its options: {_some(problems)}; "
-            "accepted are exports of the same backbone for images of the same shape"
+            "accepted are exports of the same backbone"
         )
     for key, variable in wanted.items():
         variable.assign(found[key])
@@ -142,7 +178,7 @@ def _read_keras_weights(path: str) -> dict[str, dict[str, np.ndarray]]:
                     n.rpartition("/")[2].removesuffix(":0"): np.asarray(group[n]) for n in names
                 }
             return layers
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"pretrained={path}: cannot be read ({error}); accepted are weight files of Keras' "
             "MobileNetV2 and ResNet50 (.h5), and folders of exported models"
@@ -151,54 +187,63 @@ def _read_keras_weights(path: str) -> dict[str, dict[str, np.ndarray]]:
 
 def _assign_keras_weights(name: str, backbone: tf.keras.Model, path: str) -> str:
     """Takes the weights of one of Keras' applications, statistics folded."""
-    if name not in _EPSILONS:
+    if name not in _APPLICATIONS:
         raise ValueError(
             f"pretrained={path}: is a file; accepted are Keras weight files for "
-            f"--model_backbone={' or '.join(_EPSILONS)}, and folders of exported models for any"
+            f"--model_backbone={' or '.join(_APPLICATIONS)}, and folders of exported models for any"
         )
-    layers = _read_keras_weights(path)
-    problems = []
+    application = _APPLICATIONS[name]
+    ours = [layer for layer in backbone.layers if layer.weights and layer.name != "embedding"]
+    found = {n: weights for n, weights in _read_keras_weights(path).items() if weights}
+    top = [n for n, w in found.items() if "kernel" in w and w["kernel"].ndim == 2]
+    found = {n: weights for n, weights in found.items() if n not in top}
+    names = [layer.name for layer in ours]
+    note = f"; not used: its classifier {', '.join(top)}" if top else ""
+    if not found.keys() >= set(names) and len(found) == len(names):
+        # Files of older releases have other names; Keras itself goes by the order.
+        found = dict(zip(names, found.values(), strict=True))
+        note += "; its layers have other names and are taken in their order"
+    problems = [f"{n} is too many" for n in found if n not in names]
     values: list[tuple[tf.Variable, np.ndarray]] = []
-    used = set()
-
-    def take(variable: tf.Variable, layer: str, value: np.ndarray | None) -> None:
-        if value is None:
-            problems.append(f"{layer} is missing")
-        elif value.shape != tuple(variable.shape):
-            problems.append(f"{layer} has shape {value.shape} and not {tuple(variable.shape)}")
-        else:
-            values.append((variable, value))
-
-    convolution = None
-    for layer in backbone.layers:
-        weights = layers.get(layer.name, {})
+    # By convolution: its outputs in the file's network are scale * ours + shift.
+    scales, shifts = {}, {}
+    for layer in ours:
+        weights = found.get(layer.name, {})
         if isinstance(layer, tf.keras.layers.GroupNormalization):
-            used.add(layer.name)
-            needed = {"gamma", "beta", "moving_mean", "moving_variance"}
+            needed = ("gamma", "beta", "moving_mean", "moving_variance")
             channels = tuple(layer.gamma.shape)
-            if needed - weights.keys() or any(weights[n].shape != channels for n in needed):
+            if any(n not in weights or weights[n].shape != channels for n in needed):
                 problems.append(f"{layer.name} lacks statistics of {channels[0]} channels")
                 continue
-            bias = layers.get(convolution, {}).get("bias", np.float32(0))
+            before = layer.inbound_nodes[0].inbound_layers.name
+            scale = scales.get(before, 1.0)
             gamma, beta = fold(
                 weights["gamma"],
                 weights["beta"],
-                weights["moving_mean"] - bias,
-                weights["moving_variance"],
+                (weights["moving_mean"] - shifts.get(before, 0.0)) / scale,
+                weights["moving_variance"] / scale**2,
                 layer.groups,
                 layer.epsilon,
-                _EPSILONS[name],
+                application.epsilon / scale**2,
             )
             values += [(layer.gamma, gamma), (layer.beta, beta)]
-        elif layer.weights and layer.name != "embedding":
-            used.add(layer.name)
-            convolution = layer.name
-            (variable,) = layer.weights
-            kernel = variable.name.rpartition("/")[2].removesuffix(":0")
-            take(variable, layer.name, weights.get(kernel))
-    # A classifier on top is of no use here, and that is said below.
-    top = [n for n, w in layers.items() if w and n not in used]
-    problems += [f"{n} is too many" for n in top if n not in ("predictions", "Logits")]
+            continue
+        (variable,) = layer.weights
+        kernel = weights.get(variable.name.rpartition("/")[2].removesuffix(":0"))
+        if kernel is None:
+            problems.append(f"{layer.name} is missing")
+        elif kernel.shape != tuple(variable.shape):
+            problems.append(f"{layer.name} has shape {kernel.shape} and not {variable.shape}")
+        else:
+            shifts[layer.name] = weights.get("bias", 0.0)
+            # Of other images than coloured ones Keras says nothing.
+            if layer is ours[0] and kernel.shape[2] == 3:
+                # The kernel keeps its size, of which normalisation leaves no more than its
+                # share in learning.
+                scales[layer.name] = application.scale
+                shifts[layer.name] += np.einsum("hwco,c->o", kernel, application.offset)
+                kernel = kernel[:, :, ::-1] if application.bgr else kernel
+            values.append((variable, kernel))
     if problems:
         raise ValueError(
             f"pretrained={path}: does not fit --model_backbone={name} and its options: "
@@ -208,8 +253,7 @@ def _assign_keras_weights(name: str, backbone: tf.keras.Model, path: str) -> str
         variable.assign(value)
     return (
         f"starts from {path}: batch normalisation statistics folded into group normalisation; "
-        "the embedding layer, which it does not have, starts fresh"
-        + (f"; not used: its classifier {', '.join(top)}" if top else "")
+        f"the embedding layer, which it does not have, starts fresh{note}"
     )
 
 
