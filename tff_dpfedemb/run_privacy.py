@@ -1,12 +1,14 @@
 r"""States the privacy of a set of flags, without training, or of a run's ledger.
 
   python -m tff_dpfedemb.run_privacy --noise_multiplier=0.9 --total_rounds=100
+  python -m tff_dpfedemb.run_privacy --target_epsilon=4 --total_rounds=100
   python -m tff_dpfedemb.run_privacy --ledger=runs/first/ledger.jsonl
 
 The user-level epsilon comes first; the figure per virtual client second. --json prints the
 statement as JSON, and nothing else, on standard output.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -24,6 +26,12 @@ flags.DEFINE_integer(
 )
 run_flags.define_plan_flags()
 flags.adopt_module_key_flags(run_flags)
+command_line.define_optional(
+    flags.FloatParser(),
+    "target_epsilon",
+    None,
+    "State the least --noise_multiplier that keeps the user-level epsilon at or below this.",
+)
 flags.DEFINE_string(
     "ledger", None, "A run's ledger; its rounds are stated, and all other flags but --delta unused."
 )
@@ -55,6 +63,14 @@ def _of_ledger() -> dict[str, Any]:
     return statement_lib.make_statement(plan, ledger)
 
 
+def _calibrated(plan: PrivacyPlan) -> PrivacyPlan:
+    """The plan with the least noise that meets the target."""
+    from tff_dpfedemb.privacy import calibration
+
+    noise_multiplier = calibration.noise_multiplier(plan, FLAGS.target_epsilon)
+    return dataclasses.replace(plan, noise_multiplier=noise_multiplier)
+
+
 def _of_flags(plan: PrivacyPlan) -> dict[str, Any]:
     """The statement of a plan."""
     from tff_dpfedemb.privacy import statement as statement_lib
@@ -67,7 +83,15 @@ def main() -> int:
     problems = command_line.Problems()
     if FLAGS.ledger is None:
         plan = problems.attempt(lambda: run_flags.build_plan(FLAGS.num_users))
+        problems.require(
+            FLAGS.target_epsilon is None or not FLAGS["noise_multiplier"].present,
+            f"target_epsilon={FLAGS.target_epsilon}: is given with --noise_multiplier="
+            f"{FLAGS.noise_multiplier}; accepted is one of the two",
+        )
         problems.exit_if_any()
+        if FLAGS.target_epsilon is not None:
+            plan = problems.attempt(lambda: _calibrated(plan))
+            problems.exit_if_any()
         made = _of_flags(plan)
     else:
         problems.require(
@@ -86,6 +110,8 @@ def main() -> int:
     else:
         from tff_dpfedemb.privacy import statement as statement_lib
 
+        if FLAGS.ledger is None and FLAGS.target_epsilon is not None:
+            print(f"--noise_multiplier={made['noise_multiplier']:g} meets the target:")
         print(statement_lib.summary(made))
         print()
         print(statement_lib.in_words(made))

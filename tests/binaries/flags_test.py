@@ -280,6 +280,11 @@ _REFUSED |= {
         ["--task=emnist", "--cache=holiday", "--num_users=0"],
         [["--cache=holiday", "is not there"], ["--num_users=0", "at least 1"]],
     ),
+    "target_and_noise": (
+        "run_privacy",
+        ["--target_epsilon=4", "--noise_multiplier=1"],
+        [["--target_epsilon=4", "--noise_multiplier=1", "one of the two"]],
+    ),
     "no_such_weights": (
         "run_federated",
         ["--pretrained=nowhere"],
@@ -457,6 +462,22 @@ class PrivacyTest(parameterized.TestCase):
             ledger.append(number)
         self._plan = plan
         return ledger
+
+    def test_finds_the_noise_for_a_target(self) -> None:
+        made = self._statement("--target_epsilon=4", "--num_users=100000")
+        self.assertBetween(made["epsilon"], 3.98, 4.0)
+        again = self._statement(
+            f"--noise_multiplier={made['noise_multiplier']}", "--num_users=100000"
+        )
+        self.assertEqual(again, made)
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        done = _run("run_privacy", "--target_epsilon=4", "--num_users=100000", folder=folder)
+        self.assertStartsWith(
+            done.stdout, f"--noise_multiplier={made['noise_multiplier']:g} meets the target:\n"
+        )
+        refused = _run("run_privacy", "--target_epsilon=0", folder=folder)
+        self.assertEqual(refused.returncode, 2)
+        self.assertRegex(refused.stderr, r"^error: --target_epsilon=0.0: accepted are [^\n]*\n$")
 
     def test_states_a_ledger_whatever_the_other_flags(self) -> None:
         folder = self.enterContext(tempfile.TemporaryDirectory())

@@ -20,7 +20,7 @@ _INTERVAL = 1e-4
 # above that of the fine interval, in a tenth of the time.
 _COARSE_BELOW = 1.0
 # Below this noise epsilon is above 10^4 and says nothing: it is reported as infinite.
-_NO_PRIVACY_BELOW = 0.01
+LEAST_NOISE = 0.01
 
 
 def round_event(sampling_probability: float, noise_multiplier: float) -> dp_accounting.DpEvent:
@@ -60,13 +60,17 @@ def combined_noise_multiplier(noise_multipliers: Iterable[float]) -> float:
     return sum(m**-2 for m in multipliers) ** -0.5
 
 
-def epsilon(rounds: Mapping[tuple[float, float], int], delta: float) -> float:
+def epsilon(
+    rounds: Mapping[tuple[float, float], int], delta: float, *, coarseness: float = 1.0
+) -> float:
     """The epsilon of several rounds under ADD_OR_REMOVE_ONE.
 
     Args:
         rounds: How many rounds were run with each (sampling probability, noise multiplier over
             sensitivity).
         delta: The failure probability, in (0, 1).
+        coarseness: How many times the usual interval losses are rounded up to, at least 1: more is
+            quicker, and a looser bound.
 
     Returns:
         Epsilon, an upper bound; infinity without noise, 0 without rounds.
@@ -74,10 +78,10 @@ def epsilon(rounds: Mapping[tuple[float, float], int], delta: float) -> float:
     rounds = {key: count for key, count in rounds.items() if count and key[0] > 0}
     if not rounds:
         return 0.0
-    if any(noise < _NO_PRIVACY_BELOW for _, noise in rounds):
+    if any(noise < LEAST_NOISE for _, noise in rounds):
         return math.inf
     smallest = min(noise for _, noise in rounds)
-    interval = _INTERVAL * max(1.0, (_COARSE_BELOW / smallest) ** 2)
+    interval = coarseness * _INTERVAL * max(1.0, (_COARSE_BELOW / smallest) ** 2)
     parts = (
         _one_round(probability, noise, interval).self_compose(count)
         for (probability, noise), count in sorted(rounds.items())
