@@ -1,5 +1,6 @@
 """A user's own Keras model as a backbone: used as it is, or refused with the reason."""
 
+import hashlib
 import os
 import tempfile
 
@@ -7,17 +8,29 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
-from tff_dpfedemb.models import backbones, keras_file, pretrained
+from tff_dpfedemb.models import backbones, exported, keras_file, pretrained
 from tff_dpfedemb.models import embedding_model as embedding_model_lib
 
 _SHAPE = (12, 12, 3)
 _L = tf.keras.layers
 
 
-def _sequential(*inner, dim=7, shape=_SHAPE):
+def _sequential(*inner, dim=7, dtype=None, first=None, last=None):
     return tf.keras.Sequential(
-        [tf.keras.Input(shape), _L.Conv2D(4, 3), *inner, _L.GlobalAveragePooling2D(), _L.Dense(dim)]
+        [
+            tf.keras.Input(_SHAPE, dtype=dtype),
+            *([first] if first else []),
+            _L.Conv2D(4, 3),
+            *inner,
+            _L.GlobalAveragePooling2D(),
+            _L.Dense(dim, dtype=last),
+        ]
     )
+
+
+def _frozen(model):
+    model.trainable = False
+    return model
 
 
 def _functional():
@@ -130,6 +143,63 @@ class KerasFileTest(parameterized.TestCase):
         self.assertStartsWith(str(caught.exception), f"model_backbone={path}: ")
         self.assertNotIn("\n", str(caught.exception))
 
+    @parameterized.named_parameters(
+        (
+            "bytes",
+            lambda: _sequential(first=_L.Rescaling(1 / 255), dtype="uint8"),
+            "of uint8, not float32",
+        ),
+        (
+            "half_precision",
+            lambda: _sequential(_L.Conv2D(4, 3, dtype="float16"), last="float16"),
+            "of float16, not float32",
+        ),
+        (
+            "memory",
+            lambda: tf.keras.Sequential(
+                [
+                    tf.keras.Input(_SHAPE, batch_size=2),
+                    _L.Reshape((12, 36)),
+                    _L.GRU(7, stateful=True, name="rnn"),
+                ]
+            ),
+            r"remembers one batch in the next \(rnn\)",
+        ),
+        ("frozen", lambda: _frozen(_sequential()), "has no weights to train"),
+        (
+            "no_weights",
+            lambda: tf.keras.Sequential([tf.keras.Input(_SHAPE), _L.GlobalAveragePooling2D()]),
+            "has no weights to train",
+        ),
+    )
+    def test_what_could_not_be_trained_is_refused(self, build, message):
+        for name in ("model.keras", "model.h5"):
+            path = self._save(build(), name)
+            with self.assertRaisesRegex(ValueError, f"^model_backbone={path}: .*{message}"):
+                backbones.check(path, _SHAPE)
+
+    def test_nothing_but_convolutions_cannot_be_frozen(self):
+        path = self._save(
+            tf.keras.Sequential(
+                [tf.keras.Input(_SHAPE), _L.Conv2D(7, 3), _L.GlobalAveragePooling2D()]
+            )
+        )
+        self.assertLen(backbones.build(path, _SHAPE, 7, 0).trainable_variables, 2)
+        with self.assertRaisesRegex(ValueError, "^trainable_conv=False: leaves nothing"):
+            backbones.build(path, _SHAPE, 7, 0, trainable_conv=False)
+
+    def test_a_model_without_keras_is_refused(self):
+        path = os.path.join(self.folder, "folder")
+        tf.saved_model.save(tf.Module(), path)
+        with self.assertRaisesRegex(ValueError, "is not a Keras model"):
+            backbones.check(path, _SHAPE)
+
+    def test_a_model_built_by_a_call_takes_any_number_of_images(self):
+        model = tf.keras.Sequential([_L.Conv2D(4, 3), _L.Flatten(), _L.Dense(7)])
+        model(np.zeros((1, *_SHAPE), np.float32))
+        rebuilt = backbones.build(self._save(model), _SHAPE, 7, 0)
+        self.assertEqual(rebuilt(np.zeros((5, *_SHAPE), np.float32)).shape, (5, 7))
+
     def test_weights_that_drift_are_refused(self):
         with tf.keras.utils.custom_object_scope({"_Counting": _Counting}):
             path = self._save(_sequential(_Counting()))
@@ -167,6 +237,21 @@ class KerasFileTest(parameterized.TestCase):
             backbones.check(path, _SHAPE, 8)
         with self.assertRaisesRegex(ValueError, "^backbone_alpha=0.5"):
             backbones.check(path, _SHAPE, alpha=0.5)
+
+    def test_an_export_tells_its_file_and_content_but_not_its_place(self):
+        path = self._save(_sequential())
+        model = embedding_model_lib.EmbeddingModel(path, _SHAPE, 7, 5)
+        facts = exported.write_facts(self.folder, model, 3, {})
+        with open(os.path.join(self.folder, exported.FACTS), encoding="utf-8") as file:
+            text = file.read()
+        self.assertNotIn(self.folder, text)
+        self.assertEqual(exported.read_facts(self.folder), {**facts, "image_shape": list(_SHAPE)})
+        with open(path, "rb") as file:
+            mark = hashlib.sha256(file.read()).digest()
+        self.assertEqual(facts["backbone"], "model.keras")
+        self.assertEqual(facts["backbone_sha256"], hashlib.sha256(mark).hexdigest())
+        # Nobody knows its weights before it was saved.
+        self.assertIsNone(exported.load_untrained(self.folder))
 
     def test_its_mark_is_of_its_content(self):
         one = self._save(_sequential(), "a.h5")

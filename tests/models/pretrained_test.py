@@ -1,6 +1,7 @@
 """Starting weights: all that fit are taken, and what does not fit is named."""
 
 import os
+import shutil
 import tempfile
 from unittest import mock
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tasks.fixtures import pictures
 from tff_dpfedemb.models import exported, pretrained
-from tff_dpfedemb.models.embedding_model import EmbeddingModel
+from tff_dpfedemb.models.embedding_model import EmbeddingModel, preprocess
 
 _SIZE = 32
 
@@ -34,6 +35,7 @@ class ExportTest(parameterized.TestCase):
         cls.weights = _model().build_backbone(7).get_weights()
         cls.path = os.path.join(cls.folder, "export")
         exported.with_weights(_model(), cls.weights).save(cls.path)
+        exported.write_facts(cls.path, _model(), 7, {})
 
     def test_weights_are_those_of_the_export(self):
         start = pretrained.start(_model(), self.path)
@@ -55,12 +57,13 @@ class ExportTest(parameterized.TestCase):
         (
             "other_backbone",
             _model("lenet"),
-            r"does not fit .* (conv2d|gamma|group).* (shape|missing|too many)",
+            r"backbone is small_cnn and not lenet, .*(shape|missing|too many)",
         ),
         (
             "other_dim",
             _model(dim=9),
-            r"dense/kernel has shape \(512, 8\) and not \(512, 9\), dense/bias",
+            r"embedding_dim is 8 and not 9, dense/kernel has shape \(512, 8\) and not \(512, 9\), "
+            "dense/bias",
         ),
         ("other_images", _model(shape=(40, 40, 1)), r"dense/kernel has shape"),
         ("other_channels", _model(shape=(28, 28, 3)), r"conv2d/kernel has shape \(3, 3, 1, 32\)"),
@@ -74,6 +77,19 @@ class ExportTest(parameterized.TestCase):
     def test_what_is_no_export_is_refused(self):
         with self.assertRaisesRegex(ValueError, "is not an exported model"):
             pretrained.start(_model(), self.folder)
+
+    @parameterized.parameters(
+        "saved_model.pb", exported.FACTS, "variables/variables.data-00000-of-00001"
+    )
+    def test_a_spoilt_export_is_one_line(self, name):
+        path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), "spoilt")
+        shutil.copytree(self.path, path)
+        with open(os.path.join(path, name), "r+b") as file:
+            file.truncate(os.path.getsize(file.name) // 2)
+        with self.assertRaisesRegex(
+            ValueError, f"^pretrained={path}: is not an exported model [^\n]*$"
+        ):
+            pretrained.start(_model(), path)
 
     def test_nothing_given_is_a_fresh_start(self):
         self.assertIsNone(pretrained.start(_model(), None))
@@ -117,22 +133,19 @@ class KerasWeightsTest(parameterized.TestCase):
                 layer.momentum = 0.9  # Statistics of a short training.
         keys = [(c, u, k) for c in range(24) for u in range(6) for k in range(4)]
         cls.class_ids, cls.users, _ = np.transpose(keys)
-        cls.images = (
-            np.stack([pictures.picture(str(c), str(u), k, _SIZE, _SIZE) for c, u, k in keys])
-            / np.float32(128)
-            - 1
+        cls.images = np.stack(
+            [pictures.picture(str(c), str(u), k, _SIZE, _SIZE) for c, u, k in keys]
         )
+        images = tf.keras.applications.mobilenet_v2.preprocess_input(cls.images.astype(np.float32))
         classifier = tf.keras.Sequential([cls.network, tf.keras.layers.Dense(24)])
         classifier.compile(
             tf.keras.optimizers.Adam(3e-3),
             tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
         trained = cls.users < 4
-        classifier.fit(
-            cls.images[trained], cls.class_ids[trained], batch_size=32, epochs=12, verbose=0
-        )
+        classifier.fit(images[trained], cls.class_ids[trained], batch_size=32, epochs=12, verbose=0)
         cls.network.save_weights(cls.path)
-        cls.features = cls.network.predict(cls.images, verbose=0)
+        cls.features = cls.network.predict(images, verbose=0)
 
     def _features(self, start):
         """What our network makes of the images before its dense embedding."""
@@ -140,7 +153,7 @@ class KerasWeightsTest(parameterized.TestCase):
         for variable, value in zip(backbone.trainable_variables, start.trainable, strict=True):
             variable.assign(value)
         return tf.keras.Model(backbone.input, backbone.get_layer("pool").output)(
-            self.images
+            preprocess(self.images)
         ).numpy()
 
     def _correlation(self, features):
@@ -158,10 +171,12 @@ class KerasWeightsTest(parameterized.TestCase):
         folded = self._features(pretrained.start(_mobilenet(), self.path))
         with mock.patch.object(pretrained, "fold", lambda g, b, *_: (g, b)):
             dropped = self._features(pretrained.start(_mobilenet(), self.path))
-        # Measured: correlation 0.83 against 0.21, recall 0.97 against 0.61; its own is 1.00.
+        # Measured, trainings differ: correlation 0.83 against 0.21; recall 0.94 to 0.97 against
+        # 0.61 to 0.88, where the network's own is 1.00.
         self.assertGreater(self._correlation(folded), 0.5)
         self.assertGreater(self._correlation(folded), self._correlation(dropped) + 0.25)
-        self.assertGreater(self._recall(folded), self._recall(dropped) + 0.1)
+        self.assertGreater(self._recall(folded), 0.85)
+        self.assertGreater(self._recall(folded), self._recall(dropped))
 
     def test_every_kernel_is_the_files(self):
         start = pretrained.start(_mobilenet(), self.path)
@@ -177,11 +192,27 @@ class KerasWeightsTest(parameterized.TestCase):
         )
         path = self.path + ".top.h5"
         whole.save_weights(path)
-        self.assertIn("predictions", pretrained.start(_mobilenet(), path).note)
+        self.assertIn("classifier predictions", pretrained.start(_mobilenet(), path).note)
 
-    def _spoilt(self, edit):
+    def test_layers_of_other_names_are_taken_in_their_order(self):
+        def rename(file):
+            names = [str(n) for n in file.attrs["layer_names"]]
+            for i, name in enumerate(names):
+                file.move(name, f"layer{i}")
+            file.attrs["layer_names"] = [f"layer{i}" for i in range(len(names))]
+
+        path = self._spoilt(rename)
+        start, expected = (pretrained.start(_mobilenet(), p) for p in (path, self.path))
+        for value, same in zip(start.trainable, expected.trainable, strict=True):
+            np.testing.assert_array_equal(value, same)
+        self.assertIn("taken in their order", start.note)
+        self.assertNotIn("taken in their order", expected.note)
+        with self.assertRaisesRegex(ValueError, "block_1_project has shape"):
+            pretrained.start(_mobilenet(backbone_alpha=0.5), path)
+
+    def _spoilt(self, edit, suffix=".spoilt.h5"):
         """A copy of the file, edited."""
-        path = self.path + ".spoilt.h5"
+        path = self.path + suffix
         with open(self.path, "rb") as source, open(path, "wb") as file:
             file.write(source.read())
         with h5py.File(path, "r+") as file:
@@ -218,33 +249,75 @@ class KerasWeightsTest(parameterized.TestCase):
         path = self.path + ".junk"
         with open(path, "wb") as file:
             file.write(b"junk")
-        with self.assertRaisesRegex(ValueError, f"^pretrained={path}: cannot be read [^\n]*$"):
-            pretrained.start(_mobilenet(), path)
+        nameless = self._spoilt(lambda file: file.attrs.__delitem__("layer_names"))
+        odd = self._spoilt(lambda file: file.attrs.__setitem__("layer_names", 3), ".odd.h5")
+        for bad in (path, nameless, odd):
+            with self.assertRaisesRegex(ValueError, f"^pretrained={bad}: cannot be read [^\n]*$"):
+                pretrained.start(_mobilenet(), bad)
 
 
-class ResNetTest(absltest.TestCase):
-    def test_biases_are_folded_too(self):
-        path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), "w.h5")
-        network = tf.keras.applications.ResNet50(
-            input_shape=(_SIZE, _SIZE, 3), include_top=False, weights=None
+class ApplicationTest(parameterized.TestCase):
+    """What Keras' networks compute, ours does, where groups have the population's statistics."""
+
+    def setUp(self):
+        super().setUp()
+        self.path = os.path.join(self.enterContext(tempfile.TemporaryDirectory()), "weights.h5")
+
+    def _network(self, name, **options):
+        return getattr(tf.keras.applications, name)(
+            input_shape=(_SIZE, _SIZE, 3), include_top=False, weights=None, **options
         )
+
+    @parameterized.parameters(
+        (_mobilenet(), "MobileNetV2", {"alpha": 0.35}, "Conv1", "bn_Conv1"),
+        (_model("resnet50", (_SIZE, _SIZE, 3)), "ResNet50", {}, "conv1_conv", "conv1_bn"),
+    )
+    def test_pixels_mean_what_they_meant_to_the_file(self, model, name, options, first, norm):
+        network = self._network(name, **options)
+        convolution, batch = network.get_layer(first), network.get_layer(norm)
         rng = np.random.default_rng(0)
-        convolution = network.get_layer("conv1_conv")
-        convolution.bias.assign(rng.normal(0, 3, 64))
-        images = rng.uniform(-1, 1, (1, _SIZE, _SIZE, 3)).astype(np.float32)
-        first = tf.keras.Model(network.input, convolution.output)(images).numpy()
-        batch = network.get_layer("conv1_bn")
-        batch.moving_mean.assign(first.mean((0, 1, 2)))
-        batch.moving_variance.assign(first.var((0, 1, 2)))
-        network.save_weights(path)
-        expected = tf.keras.Model(network.input, batch.output)(images, training=False)
-        model = _model("resnet50", (_SIZE, _SIZE, 3))
-        start = pretrained.start(model, path)
+        # Nothing but the middle of the kernel, since at the borders Keras' padding is of another
+        # colour than ours.
+        kernel = np.zeros(convolution.kernel.shape)
+        middle = kernel.shape[0] // 2
+        kernel[middle, middle] = rng.normal(0, 0.1, kernel.shape[2:])
+        convolution.kernel.assign(kernel)
+        images = rng.uniform([0, 80, 170], [85, 165, 255], (1, _SIZE, _SIZE, 3)).astype(np.uint8)
+        module = getattr(tf.keras.applications, model.backbone)
+        pixels = module.preprocess_input(images.astype(np.float32))
+        outputs = tf.keras.Model(network.input, convolution.output)(pixels).numpy()
+        batch.set_weights(
+            [
+                *rng.normal(1, 0.3, (2, outputs.shape[-1])),
+                outputs.mean((0, 1, 2)),
+                outputs.var((0, 1, 2)),
+            ]
+        )
+        network.save_weights(self.path)
+        expected = tf.keras.Model(network.input, batch.output)(pixels, training=False)
+        start = pretrained.start(model, self.path)
         backbone = model.build_backbone()
         for variable, value in zip(backbone.trainable_variables, start.trainable, strict=True):
             variable.assign(value)
-        actual = tf.keras.Model(backbone.input, backbone.get_layer("conv1_bn").output)(images)
-        np.testing.assert_allclose(actual, expected, rtol=1e-2, atol=1e-2)
+        ours = tf.keras.Model(backbone.input, backbone.get_layer(norm).output)
+        np.testing.assert_allclose(ours(preprocess(images)), expected, rtol=1e-3, atol=2e-3)
+
+    def test_a_bias_and_a_mean_that_it_moves_are_nothing(self):
+        network = self._network("ResNet50")
+        network.save_weights(self.path)
+        model = _model("resnet50", (_SIZE, _SIZE, 3))
+        plain = pretrained.start(model, self.path)
+        rng = np.random.default_rng(0)
+        for layer in network.layers:
+            if isinstance(layer, tf.keras.layers.Conv2D):
+                bias = rng.normal(0, 1, layer.filters)
+                layer.bias.assign(bias)
+                norm = network.get_layer(layer.name.replace("_conv", "_bn"))
+                norm.moving_mean.assign_add(bias)
+        network.save_weights(self.path)
+        moved = pretrained.start(model, self.path)
+        for value, expected in zip(moved.trainable, plain.trainable, strict=True):
+            np.testing.assert_allclose(value, expected, atol=1e-5)
 
 
 if __name__ == "__main__":

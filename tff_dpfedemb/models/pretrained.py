@@ -135,11 +135,9 @@ def _assign_export(
             "run_centralized and run_federated export them, and Keras weight files"
         ) from None
     wanted = _named(backbone.weights)
-    architecture = {
-        "backbone": os.path.basename(os.path.normpath(model.backbone)),
-        "backbone_alpha": model.backbone_alpha,
-        "embedding_dim": model.embedding_dim,
-    }
+    architecture = {"backbone_alpha": model.backbone_alpha, "embedding_dim": model.embedding_dim}
+    if not backbones.is_path(model.backbone):
+        architecture["backbone"] = model.backbone
     problems = [
         f"{name} is {facts[name]} and not {value}"
         for name, value in architecture.items()
@@ -185,6 +183,20 @@ def _read_keras_weights(path: str) -> dict[str, dict[str, np.ndarray]]:
         ) from None
 
 
+def _by_our_names(
+    layers: dict[str, dict[str, np.ndarray]], names: Sequence[str]
+) -> tuple[dict[str, dict[str, np.ndarray]], str]:
+    """A file's layers without its classifier, by our names where they fit; and what to say."""
+    top = [n for n, weights in layers.items() if np.ndim(weights.get("kernel")) == 2]
+    note = f"; not used: its classifier {', '.join(top)}" if top else ""
+    found = {n: weights for n, weights in layers.items() if weights and n not in top}
+    if found.keys() >= set(names) or len(found) != len(names):
+        return found, note
+    # Published files have names of older releases; Keras itself goes by the order.
+    note += "; its layers have other names and are taken in their order"
+    return dict(zip(names, found.values(), strict=True)), note
+
+
 def _assign_keras_weights(name: str, backbone: tf.keras.Model, path: str) -> str:
     """Takes the weights of one of Keras' applications, statistics folded."""
     if name not in _APPLICATIONS:
@@ -194,16 +206,9 @@ def _assign_keras_weights(name: str, backbone: tf.keras.Model, path: str) -> str
         )
     application = _APPLICATIONS[name]
     ours = [layer for layer in backbone.layers if layer.weights and layer.name != "embedding"]
-    found = {n: weights for n, weights in _read_keras_weights(path).items() if weights}
-    top = [n for n, w in found.items() if "kernel" in w and w["kernel"].ndim == 2]
-    found = {n: weights for n, weights in found.items() if n not in top}
     names = [layer.name for layer in ours]
-    note = f"; not used: its classifier {', '.join(top)}" if top else ""
-    if not found.keys() >= set(names) and len(found) == len(names):
-        # Files of older releases have other names; Keras itself goes by the order.
-        found = dict(zip(names, found.values(), strict=True))
-        note += "; its layers have other names and are taken in their order"
-    problems = [f"{n} is too many" for n in found if n not in names]
+    found, note = _by_our_names(_read_keras_weights(path), names)
+    problems: list[str] = []
     values: list[tuple[tf.Variable, np.ndarray]] = []
     # By convolution: its outputs in the file's network are scale * ours + shift.
     scales, shifts = {}, {}
@@ -235,15 +240,16 @@ def _assign_keras_weights(name: str, backbone: tf.keras.Model, path: str) -> str
         elif kernel.shape != tuple(variable.shape):
             problems.append(f"{layer.name} has shape {kernel.shape} and not {variable.shape}")
         else:
-            shifts[layer.name] = weights.get("bias", 0.0)
+            shift = weights.get("bias", 0.0)
             # Of other images than coloured ones Keras says nothing.
-            if layer is ours[0] and kernel.shape[2] == 3:
-                # The kernel keeps its size, of which normalisation leaves no more than its
-                # share in learning.
+            if layer is ours[0] and kernel.shape[2] == len(application.offset):
+                # The statistics are scaled, since a larger kernel would learn more slowly.
                 scales[layer.name] = application.scale
-                shifts[layer.name] += np.einsum("hwco,c->o", kernel, application.offset)
+                shift = shift + np.einsum("hwco,c->o", kernel, application.offset)
                 kernel = kernel[:, :, ::-1] if application.bgr else kernel
+            shifts[layer.name] = shift
             values.append((variable, kernel))
+    problems += [f"{n} is too many" for n in found if n not in names]
     if problems:
         raise ValueError(
             f"pretrained={path}: does not fit --model_backbone={name} and its options: "
