@@ -110,7 +110,10 @@ class CachedTask(Task):
         self.image_shape = self._cache.image_shape
         self.has_users = self._cache.facts["has_users"]
         self.table = self._cache.table()
-        self._split = self.split(self.table)
+        try:
+            self._split = self.split(self.table)
+        except ValueError as error:
+            raise ValueError(f"cache={os.path.dirname(self._cache.path)}: {error}") from None
         self._max_evaluation_images = max_evaluation_images
         self.num_users = len(self._split.train_users)
         self.num_train_classes = len(self._split.train_classes)
@@ -139,7 +142,11 @@ class CachedTask(Task):
 
     @abc.abstractmethod
     def split(self, table: ExampleTable) -> Split:
-        """Decides who trains and what is held out."""
+        """Decides who trains and what is held out.
+
+        Raises:
+            ValueError: What is lacking, in one line.
+        """
 
     @property
     def user_id_dtype(self) -> type[np.generic]:

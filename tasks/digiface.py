@@ -156,10 +156,7 @@ class DigiFace(cached_task.CachedTask):
 
     def split(self, table: ExampleTable) -> cached_task.Split:
         """Identities drawn at random are held out."""
-        try:
-            return hold_out(table, self._shares, self.data_seed)
-        except ValueError as error:
-            raise ValueError(f"cache={os.path.dirname(self._cache.path)}: {error}") from None
+        return hold_out(table, self._shares, self.data_seed)
 
     def describe(self) -> dict[str, object]:
         return {

@@ -12,13 +12,12 @@ import os
 import sqlite3
 import string
 import threading
-import urllib.parse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from tasks import cached_task, preparation
+from tasks import cached_task, image_cache, preparation
 from tasks.image_cache import ExampleTable
 from tff_dpfedemb import atomic, progress
 
@@ -140,7 +139,7 @@ class Emnist(cached_task.CachedTask):
 
         def read(image: str) -> np.ndarray:
             if not hasattr(local, "database"):
-                local.database = _connect(unpacked)
+                local.database = image_cache.open_read_only(unpacked)
             query = "SELECT serialized_example_proto FROM examples WHERE rowid = ?"
             row = (int(image.rpartition("/")[2]),)
             return _pixels(*local.database.execute(query, row).fetchone())
@@ -149,10 +148,7 @@ class Emnist(cached_task.CachedTask):
 
     def split(self, table: ExampleTable) -> cached_task.Split:
         """Digits and upper case are trained on, lower case is held out."""
-        try:
-            return hold_out(table, self._emnist_split, self.data_seed)
-        except ValueError as error:
-            raise ValueError(f"cache={os.path.dirname(self._cache.path)}: {error}") from None
+        return hold_out(table, self._emnist_split, self.data_seed)
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "emnist_split": self._emnist_split}
@@ -202,12 +198,6 @@ def hold_out(table: ExampleTable, emnist_split: str, data_seed: int) -> cached_t
     )
 
 
-def _connect(path: str) -> sqlite3.Connection:
-    """Opens a database that nobody writes to, for one thread."""
-    quoted = urllib.parse.quote(os.path.abspath(path))
-    return sqlite3.connect(f"file:{quoted}?immutable=1", uri=True)
-
-
 def _unpack(packed: str, unpacked: str) -> list[preparation.Example]:
     """Unpacks a database and lists it; what is not whole never takes its place."""
     try:
@@ -242,7 +232,7 @@ def _list(path: str, origin: str | None = None) -> list[preparation.Example]:
     examples = []
     found: collections.Counter = collections.Counter()
     try:
-        with contextlib.closing(_connect(path)) as database:
+        with contextlib.closing(image_cache.open_read_only(path)) as database:
             expected = collections.Counter(
                 {
                     (split, user): count

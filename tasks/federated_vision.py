@@ -71,10 +71,7 @@ class FederatedVision(cached_task.CachedTask):
 
     def split(self, table: ExampleTable) -> cached_task.Split:
         """All users train; a tenth of the test set's classes is for validation."""
-        try:
-            return choose(table, self.data_seed)
-        except ValueError as error:
-            raise ValueError(f"cache={os.path.dirname(self._cache.path)}: {error}") from None
+        return choose(table, self.data_seed)
 
     @classmethod
     def list_split(

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import sqlite3
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,13 @@ def decode(stored: bytes, encoding: str, image_shape: tuple[int, int, int]) -> n
     if encoding == "raw":
         return np.frombuffer(stored, np.uint8).reshape(image_shape)
     return np.asarray(Image.open(io.BytesIO(stored))).reshape(image_shape)
+
+
+def open_read_only(path: str) -> sqlite3.Connection:
+    """Opens a database that nobody writes to, for one thread."""
+    # Immutable: no lock file is needed, so that a read-only folder will do.
+    quoted = urllib.parse.quote(os.path.abspath(path))
+    return sqlite3.connect(f"file:{quoted}?immutable=1", uri=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,14 +151,9 @@ class ImageCache:
         self.image_shape: tuple[int, int, int] = tuple(self.facts["image_shape"])
         self.encoding: str = self.facts["encoding"]
 
-    def _connect(self) -> sqlite3.Connection:
-        # Immutable: no lock file is needed, so that a read-only folder will do.
-        quoted = self._database.replace("%", "%25").replace("?", "%3f").replace("#", "%23")
-        return sqlite3.connect(f"file:{quoted}?immutable=1", uri=True)
-
     def table(self) -> ExampleTable:
         """All that is known of the images but their pixels."""
-        with contextlib.closing(self._connect()) as database:
+        with contextlib.closing(open_read_only(self._database)) as database:
             query = "SELECT item, coalesce(user, -1), class, split FROM examples ORDER BY item"
             rows = database.execute(query).fetchall()
             user_names = [n for (n,) in database.execute("SELECT name FROM users ORDER BY user")]
@@ -175,7 +178,7 @@ class ImageCache:
             uint8 of shape (n,) + `image_shape`.
         """
         images = np.empty((np.size(items), *self.image_shape), np.uint8)
-        with contextlib.closing(self._connect()) as database:
+        with contextlib.closing(open_read_only(self._database)) as database:
             for place, item in enumerate(np.ravel(items).tolist()):
                 query = "SELECT image FROM images WHERE item = ?"
                 (stored,) = database.execute(query, (item,)).fetchone()

@@ -139,10 +139,7 @@ class ImageFolder(cached_task.CachedTask):
 
     def split(self, table: ExampleTable) -> cached_task.Split:
         """The manifest's split, or else classes held out by a seeded draw."""
-        try:
-            return _choose(table, self._cache.facts["source"]["has_split_column"], self.data_seed)
-        except ValueError as error:
-            raise ValueError(f"cache={os.path.dirname(self._cache.path)}: {error}") from None
+        return _choose(table, self._cache.facts["source"]["has_split_column"], self.data_seed)
 
 
 class _Manifest:

@@ -35,10 +35,10 @@ def find(name: str) -> type[Task]:
     return getattr(importlib.import_module(module), constructor)
 
 
-def call(function: Callable[..., Any], options: Mapping[str, Any], *arguments: Any) -> Any:
+def call(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     """Calls a function with those of some options that it takes."""
     taken = inspect.signature(function).parameters
-    return function(*arguments, **{k: v for k, v in options.items() if k in taken})
+    return function(**{k: v for k, v in options.items() if k in taken})
 
 
 def build(name: str, **options: Any) -> Task:

@@ -213,10 +213,7 @@ class TensorFlowDatasets(cached_task.CachedTask):
 
     def split(self, table: ExampleTable) -> cached_task.Split:
         """Classes drawn at random are held out."""
-        try:
-            return hold_out(table, self.has_users, self.data_seed)
-        except ValueError as error:
-            raise ValueError(f"cache={os.path.dirname(self._cache.path)}: {error}") from None
+        return hold_out(table, self.has_users, self.data_seed)
 
 
 def hold_out(table: ExampleTable, has_users: bool, data_seed: int) -> cached_task.Split:

@@ -7,7 +7,6 @@ whose --pretrained takes the export. The same command resumes a run that was sto
 status: 0 done, 2 bad flags or input, 3 stopped but resumable, 1 anything else.
 """
 
-import json
 import os
 import signal
 import sys
@@ -103,10 +102,7 @@ def _dry_run(task: Task, training: CentralTraining, folder: RunFolder) -> int:
 
 def _finished(folder: RunFolder) -> dict[str, Any] | None:
     """The evaluation of a run that is over, None of any other."""
-    if not os.path.exists(folder.evaluation):
-        return None
-    with open(folder.evaluation, encoding="utf-8") as file:
-        return json.load(file)
+    return outcome.read_evaluation(folder) if os.path.exists(folder.evaluation) else None
 
 
 def _train(

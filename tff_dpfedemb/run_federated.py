@@ -7,7 +7,6 @@ resumes a run that was stopped or killed. Exit status: 0 done, 2 bad flags or in
 resumable, 1 anything else.
 """
 
-import json
 import os
 import signal
 import sys
@@ -232,8 +231,7 @@ def _finished(plan: PrivacyPlan, folder: run_folder_lib.RunFolder) -> dict[str, 
             return None
     except ledger.LedgerError as error:
         command_line.fail(f"error: {error}")
-    with open(folder.evaluation, encoding="utf-8") as file:
-        return json.load(file)
+    return outcome.read_evaluation(folder)
 
 
 def _train(

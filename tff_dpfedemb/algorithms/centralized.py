@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from tff_dpfedemb.algorithms.hyperparameters import CentralTraining
 from tff_dpfedemb.models import embedding_model as embedding_model_lib
-from tff_dpfedemb.models import pretrained
+from tff_dpfedemb.models import layers, pretrained
 
 _HEAD_STREAM = 0x43454E54
 
@@ -36,10 +36,7 @@ class CentralTrainer(tf.Module):
         self._model, self._training = model, training
         self.backbone = model.build_backbone(seed)
         if start is not None:
-            variables = self.backbone.trainable_variables + self.backbone.non_trainable_variables
-            values = (*start.trainable, *start.non_trainable)
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
+            layers.assign_weights(self.backbone, start.trainable, start.non_trainable)
         head = model.initial_head(tf.constant([seed, _HEAD_STREAM]))
         self._head = embedding_model_lib.HeadWeights(*map(tf.Variable, head))
         self.optimizer = tf.keras.optimizers.SGD(

@@ -1,6 +1,7 @@
 """The loop of central training: groups of users, checkpoints, metrics; stops and resumes."""
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -47,9 +48,15 @@ def user_group(num_users: int, group_size: int, seed: int, number: int) -> np.nd
         int64 array of indices of users.
     """
     per_pass = math.ceil(num_users / group_size)
-    order = np.random.default_rng([seed, number // per_pass]).permutation(num_users)
+    order = _order_of_pass(num_users, seed, number // per_pass)
     place = number % per_pass
     return order[place * group_size : (place + 1) * group_size].astype(np.int64)
+
+
+@functools.lru_cache(maxsize=1)
+def _order_of_pass(num_users: int, seed: int, number: int) -> np.ndarray:
+    """A random order of all users, kept for the groups that are cut out of it."""
+    return np.random.default_rng([seed, number]).permutation(num_users)
 
 
 class CentralLoop:

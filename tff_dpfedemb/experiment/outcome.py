@@ -26,6 +26,12 @@ def evaluate(folder: RunFolder, task: Task) -> dict[str, Any]:
     return evaluation
 
 
+def read_evaluation(folder: RunFolder) -> dict[str, Any]:
+    """The figures that `evaluate` wrote."""
+    with open(folder.evaluation, encoding="utf-8") as file:
+        return json.load(file)
+
+
 def report(folder: RunFolder, evaluation: Mapping[str, Any]) -> None:
     """Prints what came out."""
     from tff_dpfedemb.evaluation import report as report_lib

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tff_dpfedemb import atomic
-from tff_dpfedemb.models import backbones, keras_file
+from tff_dpfedemb.models import backbones, keras_file, layers
 from tff_dpfedemb.models import embedding_model as embedding_model_lib
 
 FACTS = "model.json"
@@ -64,9 +64,7 @@ def with_weights(
 ) -> EmbeddingModule:
     """The embedding module of a model with given backbone weights, trainable and others."""
     backbone = model.build_backbone()
-    variables = [*backbone.trainable_variables, *backbone.non_trainable_variables]
-    for variable, value in zip(variables, [*trainable, *frozen], strict=True):
-        variable.assign(value)
+    layers.assign_weights(backbone, trainable, frozen)
     return EmbeddingModule(backbone)
 
 

@@ -1,6 +1,6 @@
 """What the families of backbones share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -24,6 +24,15 @@ def initializers(seed: int) -> Iterator[tf.keras.initializers.Initializer]:
     while True:
         (stream,) = streams.spawn(1)
         yield tf.keras.initializers.GlorotUniform(seed=int(stream.generate_state(1)[0] >> 1))
+
+
+def assign_weights(
+    backbone: tf.keras.Model, trainable: Sequence[np.ndarray], frozen: Sequence[np.ndarray]
+) -> None:
+    """Gives a backbone, eagerly, its trainable and its other weights, all of both."""
+    variables = [*backbone.trainable_variables, *backbone.non_trainable_variables]
+    for variable, value in zip(variables, [*trainable, *frozen], strict=True):
+        variable.assign(value)
 
 
 def all_layers(backbone: tf.keras.Model) -> list[tf.keras.layers.Layer]:
